@@ -1,0 +1,249 @@
+"""A small residual model with odd shapes, its oracle run and its owner-sharded run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tests.oracle import OracleMuon
+from torchtitan_matrixfsdp.comm import TrafficCounter, agree_on_plan, transport_factory
+from torchtitan_matrixfsdp.layout import (
+    BlockMeta,
+    OwnerPlan,
+    ParamMeta,
+    Routing,
+    canonical_fqn,
+    make_plan,
+    route,
+)
+from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
+from torchtitan_matrixfsdp.runtime import OwnerDTensor, owner_shard
+
+INCLUDE = [r"layers\..*\.weight$"]
+MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
+ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+DIM, HIDDEN, VOCAB = 12, 33, 17
+
+
+class Block(nn.Module):
+    """Matrices 33x12, 12x33, 12x12 and 7x12 (odd on purpose), biases and a norm."""
+
+    def __init__(self, dim: int = DIM, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+        self.mix = nn.Linear(dim, dim)
+        self.narrow = nn.Linear(dim, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        gate = torch.tanh(self.narrow(h)).mean(-1, keepdim=True)
+        return x + gate * self.mix(h) + self.down(torch.nn.functional.silu(self.up(h)))
+
+
+class Toy(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def make_toy(dtype: torch.dtype = torch.float64, layers: int = 3) -> Toy:
+    """The same weights on every rank, built on the real device."""
+    torch.manual_seed(7)
+    return Toy(layers).to(dtype)
+
+
+def batch(step: int, samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: tokens and targets ``[samples, 5]``; 12 divides by 1..4."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCAB, (samples, 5), generator=generator)
+    return tokens, tokens.roll(-1, dims=1)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def metas_of(model: nn.Module) -> tuple[list[ParamMeta], list[BlockMeta]]:
+    def meta(name: str, p: nn.Parameter) -> ParamMeta:
+        dtype = str(p.dtype).removeprefix("torch.")
+        return ParamMeta(
+            canonical_fqn(name), tuple(p.shape), dtype, p.element_size(), p.requires_grad
+        )
+
+    params = [meta(n, p) for n, p in model.named_parameters()]
+    blocks = [
+        BlockMeta(
+            f"layers.{i}",
+            tuple(meta(f"layers.{i}.{n}", p) for n, p in layer.named_parameters()),
+        )
+        for i, layer in model.layers.named_children()
+    ]
+    return params, blocks
+
+
+def route_toy(model: nn.Module, include: list[str] | None = None) -> Routing:
+    params, blocks = metas_of(model)
+    block_of = {p.fqn: b.name for b in blocks for p in b.params}
+    return route(params, block_of, include or INCLUDE, [])
+
+
+@dataclass
+class Run:
+    """One way to train the toy."""
+
+    mode: str = "zero3"
+    planner: str = "cost_aware"
+    accumulation: int = 1
+    deferred: bool = False
+    checkpointing: bool = False
+    reshard: bool | None = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    ns_dtype: torch.dtype = torch.float64
+    explicit_prefetch: bool = False
+
+
+@dataclass
+class Sharded:
+    """An owner-sharded toy with its optimizers."""
+
+    model: Toy
+    plan: OwnerPlan | None
+    optimizers: list[LocalStepOptimizer]
+    counter: TrafficCounter
+    routing: Routing
+
+
+def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
+    if run.checkpointing:
+        for name, layer in list(model.layers.named_children()):
+            model.layers.register_module(name, checkpoint_wrapper(layer))
+    routing = route_toy(model)
+    policy = run.mp_policy or MixedPrecisionPolicy()
+    counter = TrafficCounter()
+    plan = None
+    if run.mode == "zero3":
+        _, blocks = metas_of(model)
+        plan = make_plan(run.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1))
+        agree_on_plan(plan)
+    for name, layer in model.layers.named_children():
+        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": run.reshard}
+        if plan is None:
+            fully_shard(layer, **options)
+        else:
+            owner_shard(
+                layer,
+                plan.block(f"layers.{name}"),
+                transport=transport_factory("p2p"),
+                counter=counter,
+                **options,
+            )
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)
+    if run.explicit_prefetch:
+        layers = list(model.layers)
+        for here, after in zip(layers, layers[1:], strict=False):
+            here.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([here])
+    return Sharded(model, plan, make_optimizers(model, routing, run), counter, routing)
+
+
+def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalStepOptimizer]:
+    named = [(canonical_fqn(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if routing.is_matrix(n)]
+    others = [p for n, p in named if not routing.is_matrix(n)]
+
+    def muon(groups, of_local):
+        options = {**MUON, "ns_dtype": run.ns_dtype}
+        if run.mode == "stock":
+            return GatherMuon(groups, of_local, **options)
+        return Muon(groups, **options)
+
+    def adamw(groups, of_local):
+        optimizer = torch.optim.AdamW(groups, **ADAMW)
+        create_adam_state(optimizer)
+        return optimizer
+
+    return [LocalStepOptimizer(matrices, muon), LocalStepOptimizer(others, adamw)]
+
+
+def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None:
+    """``steps`` steps; each rank takes its slice of every microbatch of the global batch."""
+    model = sharded.model
+    for step in range(steps):
+        for optimizer in sharded.optimizers:
+            optimizer.zero_grad()
+        tokens, targets = batch(step, 12 * run.accumulation)
+        for micro in range(run.accumulation):
+            rows = slice(micro * 12 + rank * 12 // ranks, micro * 12 + (rank + 1) * 12 // ranks)
+            last = micro == run.accumulation - 1
+            if run.deferred:
+                model.set_requires_gradient_sync(last)
+            loss = loss_of(model, tokens[rows], targets[rows]) / run.accumulation
+            loss.backward()
+        for optimizer in sharded.optimizers:
+            optimizer.step()
+
+
+def train_oracle(steps: int, accumulation: int, dtype: torch.dtype = torch.float64) -> Toy:
+    """One process, the whole batch, plain tensors, independent maths."""
+    model = make_toy(dtype)
+    matrices = [p for n, p in model.named_parameters() if n.startswith("layers") and p.ndim == 2]
+    others = [p for n, p in model.named_parameters() if not (n.startswith("layers") and p.ndim == 2)]
+    muon = OracleMuon(matrices, **MUON)
+    adamw = torch.optim.AdamW(others, **ADAMW)
+    for step in range(steps):
+        model.zero_grad()
+        tokens, targets = batch(step, 12 * accumulation)
+        loss_of(model, tokens, targets).backward()
+        muon.step()
+        adamw.step()
+    return model
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on every rank, by canonical name."""
+    whole = {}
+    for name, param in model.named_parameters():
+        is_dtensor = hasattr(param, "full_tensor")
+        whole[canonical_fqn(name)] = (param.full_tensor() if is_dtensor else param).detach().clone()
+    return whole
+
+
+def max_difference(model: nn.Module, oracle: nn.Module) -> float:
+    reference = dict(oracle.named_parameters())
+    return max(
+        (value - reference[name]).abs().max().item() for name, value in full_state(model).items()
+    )
+
+
+def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(
+        "cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "fsdp")
+    )
+
+
+def owner_parameters(model: nn.Module) -> dict[str, OwnerDTensor]:
+    return {
+        canonical_fqn(n): p for n, p in model.named_parameters() if isinstance(p, OwnerDTensor)
+    }

@@ -1,0 +1,41 @@
+"""All ranks hold the same plan, or all of them stop.
+
+A rank with another plan would send segments that nobody receives and hang the job minutes
+later, far from the cause. The check costs one small object all-gather, once, at start-up.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from torchtitan_matrixfsdp.layout import OwnerPlan
+
+
+class PlanDisagreementError(RuntimeError):
+    """Two ranks computed different owner plans."""
+
+
+def agree_on_plan(plan: OwnerPlan, group: dist.ProcessGroup | None = None) -> None:
+    """Check on every rank of ``group`` (default: all) that ``plan`` is the same.
+
+    Raises:
+        PlanDisagreementError: on every rank, naming both fingerprints and the first
+            parameter that differs from a rank that disagrees.
+    """
+    world_size = dist.get_world_size(group)
+    fingerprints: list[str] = [""] * world_size
+    dist.all_gather_object(fingerprints, plan.fingerprint, group=group)
+    other = next((r for r, f in enumerate(fingerprints) if f != fingerprints[0]), None)
+    if other is None:
+        return
+    # Every rank sees the same list, so every rank takes this branch and joins this exchange.
+    plans: list[str] = [""] * world_size
+    dist.all_gather_object(plans, plan.to_json(), group=group)
+    rank = dist.get_rank(group)
+    reference = next(r for r, f in enumerate(fingerprints) if f != plan.fingerprint)
+    raise PlanDisagreementError(
+        f"ranks disagree on the owner plan: rank 0 has fingerprint {fingerprints[0]}, rank "
+        f"{other} has {fingerprints[other]}; first difference from rank {reference}, seen on rank "
+        f"{rank}: {plan.first_difference(plans[reference])}. Start every rank with the same TOML "
+        "file, command line and package versions."
+    )

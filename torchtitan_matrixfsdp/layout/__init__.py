@@ -1,0 +1,67 @@
+"""Who owns which parameter, and what moving a block costs: plain data, no torch.
+
+The packages depend on each other in one direction only:
+
+    layout -> comm -> runtime -> {optim, checkpoint} -> titan
+
+``layout`` is the first room and imports nothing outside the standard library, so a plan can be
+computed, printed and tested anywhere: on a laptop, in a job that previews a run, or on every rank
+before the first collective. It turns parameter metadata (``params``) and the user's patterns
+(``routing``) into roles (``roles``), places every role on one rank (``planners``, ``costs``),
+freezes the result (``block_plan``, ``plan``) and lists the transfers that it causes
+(``schedule``).
+
+Vocabulary. A *block* is one FSDP unit. A *role* is the atom of ownership: one whole weight, or the
+block's *tail* (everything that needs no rank of its own). An *owner* is a rank of the shard group,
+counted from 0 within that group and never a global rank. W is the size of that group.
+"""
+
+from __future__ import annotations
+
+from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, PlanError, Segment
+from torchtitan_matrixfsdp.layout.costs import gamma, muon_flops, newton_schulz_flops
+from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
+from torchtitan_matrixfsdp.layout.plan import OwnerPlan
+from torchtitan_matrixfsdp.layout.planners import PLANNERS, Assignment, Planner, make_plan
+from torchtitan_matrixfsdp.layout.roles import Role, RoleKind, build_roles
+from torchtitan_matrixfsdp.layout.routing import Routing, RoutingError, route
+from torchtitan_matrixfsdp.layout.schedule import (
+    Transfer,
+    p2p_gather,
+    p2p_gather_of,
+    p2p_reduce,
+    p2p_reduce_of,
+    sent_elements,
+    sent_messages,
+)
+
+__all__ = [
+    "PLANNERS",
+    "Assignment",
+    "BlockMeta",
+    "BlockPlan",
+    "MatrixShard",
+    "OwnerPlan",
+    "ParamMeta",
+    "PlanError",
+    "Planner",
+    "Role",
+    "RoleKind",
+    "Routing",
+    "RoutingError",
+    "Segment",
+    "Transfer",
+    "build_roles",
+    "canonical_fqn",
+    "gamma",
+    "make_plan",
+    "muon_flops",
+    "newton_schulz_flops",
+    "p2p_gather",
+    "p2p_gather_of",
+    "p2p_reduce",
+    "p2p_reduce_of",
+    "route",
+    "sent_elements",
+    "sent_messages",
+]

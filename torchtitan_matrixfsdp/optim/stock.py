@@ -1,0 +1,54 @@
+"""The baseline: Muon on ordinary FSDP2 row shards.
+
+Each rank keeps a row shard of the momentum. At the step every matrix is gathered, every rank
+orthogonalises the whole of it, and keeps its rows: the gather is weight-sized, is paid for every
+matrix and overlaps with nothing. This is what owner shards are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_matrixfsdp.optim.muon import Muon
+from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
+from torchtitan_matrixfsdp.runtime import wrap_like
+
+
+class GatherMuon(Muon):
+    """Muon whose parameters are the local rows of ``Shard(0)`` DTensors.
+
+    Args:
+        params: groups of local tensors.
+        of_local: the DTensor parameter of each local tensor. Plain parameters are stepped as
+            they are.
+        options: as for :class:`Muon`.
+    """
+
+    def __init__(
+        self, params: Any, of_local: Mapping[torch.Tensor, torch.Tensor], **options: Any
+    ) -> None:
+        self._of_local = of_local
+        super().__init__(params, **options)
+
+    def _orthogonalise(
+        self, param: torch.Tensor, update: torch.Tensor, steps: int
+    ) -> torch.Tensor:
+        whole_param = self._of_local[param]
+        if not isinstance(whole_param, DTensor):
+            return super()._orthogonalise(param, update, steps)
+        rows = wrap_like(update, whole_param)
+        assert isinstance(rows, DTensor)
+        whole = newton_schulz(rows.full_tensor(), steps=steps, compute_dtype=self._ns_dtype)
+        # src_data_rank=None: every rank has the whole result and slices its own rows.
+        mine = distribute_tensor(
+            whole, whole_param.device_mesh, whole_param.placements, src_data_rank=None
+        )
+        return mine.to_local()
+
+    def _logical_shape(self, param: torch.Tensor) -> tuple[int, int]:
+        rows, cols = self._of_local[param].shape
+        return rows, cols

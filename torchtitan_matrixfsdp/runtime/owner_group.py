@@ -1,0 +1,319 @@
+"""The parameter group of one block, and the three collectives that differ from stock.
+
+[Note: streams and lifetimes]
+The order is FSDP2's. Gather: the owner's segments are packed in the copy-in stream, travel
+in the all-gather stream, and are copied out in the compute stream after the gather event;
+the block buffer is held by the all-gather result (in forward by the comm context until the
+next copy-out) so its memory is not reused under a running copy. Reduction: gradients are
+packed in the compute stream, travel and are summed in the reduce-scatter stream, and the
+packed buffer is held by the reduce-scatter state until its event has passed. The owner's
+reduced gradient is a view into one flat tensor which the sharded gradients keep alive until
+``zero_grad``. On CPU streams are no-ops and all of this is sequential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, view_segment
+from torchtitan_matrixfsdp.layout import BlockPlan
+from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    AllGather,
+    AllGatherResult,
+    FSDPParam,
+    FSDPParamGroup,
+    ReduceScatter,
+    device_handle,
+    local_of,
+    post_accumulate_grad_hooks,
+    rebind,
+)
+from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
+
+class PendingWorks(dist.Work):
+    """Several started works as one, for FSDP2 code that waits for a single handle."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return True
+
+
+class OwnerComm(AllGather, ReduceScatter):
+    """Carries a block's plan and transport through the places where stock FSDP2 passes its
+    all-gather and reduce-scatter objects. It is never called as a collective itself.
+
+    Attributes:
+        block: layout of the gather (every parameter of the block).
+        grad_block: layout of the reduction (its trainable parameters).
+    """
+
+    def __init__(
+        self, block: BlockPlan, transport: TransportFactory, rank: int, counter: TrafficCounter
+    ) -> None:
+        self.block = block
+        self.grad_block = block.trainable()
+        self.gather_transport = transport(self.block, rank, counter)
+        self.reduce_transport = transport(self.grad_block, rank, counter)
+
+    def allocate(
+        self, size: Any, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"block {self.block.name}: stock collective reached an owner group")
+
+
+def _owner_comm(comm: Any) -> OwnerComm:
+    if not isinstance(comm, OwnerComm):
+        raise NotImplementedError(
+            f"a custom collective ({type(comm).__name__}) was set on a module with owner shards. "
+            "Choose the transport with owner_fsdp.transport instead of set_custom_all_gather, "
+            "set_custom_reduce_scatter or set_symm_mem_for_comm."
+        )
+    return comm
+
+
+@torch.no_grad()
+def owner_all_gather(
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    async_op: bool,
+    copy_in_stream: torch.Stream,
+    all_gather_stream: torch.Stream,
+    device: torch.device,
+    all_gather_comm: Any,
+) -> AllGatherResult:
+    """Stands in for ``foreach_all_gather``: fills a flat block buffer from all owners."""
+    comm = _owner_comm(all_gather_comm)
+    handle = device_handle(device)
+    params = _owner_params(fsdp_params)
+    with handle.stream(copy_in_stream):
+        inputs = [p.gather_input() for p in params]
+        (dtype,) = {t.dtype for t in inputs}
+        buffer = comm.allocate((comm.block.numel,), dtype=dtype, device=device)
+        owned = [(p, t) for p, t in zip(params, inputs, strict=True) if p.is_owner]
+        if owned:
+            torch._foreach_copy_(
+                [view_segment(buffer, p.shard.segment) for p, _ in owned], [t for _, t in owned]
+            )
+    all_gather_stream.wait_stream(copy_in_stream)
+    with handle.stream(all_gather_stream):
+        works = PendingWorks(comm.gather_transport.gather(buffer, group))
+        if not async_op:
+            works.wait()  # on CUDA this orders the stream, not the host
+        event = all_gather_stream.record_event()
+    numels = [p.shard.segment.numel for p in params]
+    return AllGatherResult(
+        all_gather_output=buffer,
+        all_gather_event=event,
+        all_gather_work=works if async_op else None,
+        param_all_gather_input_dtypes=[[dtype] for _ in params],
+        param_all_gather_input_numels=[[n] for n in numels],
+        all_gather_input_split_sizes=numels,
+    )
+
+
+@torch.no_grad()
+def owner_all_gather_copy_out(
+    result: AllGatherResult, fsdp_params: list[FSDPParam], group: dist.ProcessGroup
+) -> None:
+    """Stands in for ``foreach_all_gather_copy_out``: block buffer to unsharded parameters."""
+    buffer = result.all_gather_output
+    if result.all_gather_event is not None:
+        device_handle(buffer.device).current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
+    outputs: list[torch.Tensor] = []
+    segments: list[torch.Tensor] = []
+    for param in _owner_params(fsdp_params):
+        param.init_all_gather_outputs([], [buffer.dtype], 1, buffer.device)
+        param.alloc_all_gather_outputs()
+        outputs.append(param.all_gather_outputs[0])
+        segments.append(view_segment(buffer, param.shard.segment))
+    # The unsharded parameters keep their autograd version: their values are what they were
+    # when autograd saved them (as stock FSDP2 does).
+    tracked = tuple(t for t in outputs if not t.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(tracked):
+        torch._foreach_copy_(outputs, segments)
+
+
+@torch.no_grad()
+def owner_reduce(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    reduce_scatter_group: dist.ProcessGroup,
+    reduce_scatter_stream: torch.Stream,
+    reduce_scatter_comm: Any,
+    orig_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    gradient_divide_factor: float | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    all_reduce_stream: torch.Stream,
+    all_reduce_grads: bool,
+    partial_reduce_output: torch.Tensor | None,
+    all_reduce_hook: Callable[[torch.Tensor], None] | None,
+    force_sum_reduction_for_comms: bool = False,
+) -> tuple[Any, ...]:
+    """Stands in for ``foreach_reduce``: SUM to the owner in reduce dtype, then divide.
+
+    ``unsharded_grads`` (each ``[*shape]``, in the parameter or reduce dtype) owns the only
+    references to the gradients; clearing it frees them. ``gradient_divide_factor`` ``None``
+    means the data-parallel size, as in FSDP2. The result has the stock function's seven fields.
+    """
+    comm = _owner_comm(reduce_scatter_comm)
+    block = comm.grad_block
+    params = _owner_params(fsdp_params)
+    _require_all_gradients(block, params)
+    handle = device_handle(device)
+    world_size = reduce_scatter_group.size()
+    replicas = all_reduce_group.size() if all_reduce_group is not None else 1
+    divisor = gradient_divide_factor or float(world_size * replicas)
+    buffer = comm.allocate(
+        (block.numel,), dtype=reduce_dtype or unsharded_grads[0].dtype, device=device
+    )
+    by_fqn = {shard.fqn: shard.segment for shard in block.shards}
+    torch._foreach_copy_(
+        [view_segment(buffer, by_fqn[p.shard.fqn]) for p in params],
+        [grad.reshape(-1) for grad in unsharded_grads],
+    )
+    unsharded_grads.clear()
+    reduce_scatter_stream.wait_stream(handle.current_stream())
+    all_reduce_input = all_reduce_event = None
+    with handle.stream(reduce_scatter_stream):
+        reduced = (
+            comm.reduce_transport.reduce(buffer, reduce_scatter_group)
+            if world_size > 1
+            else buffer.clone()
+        )
+        reduce_scatter_event = reduce_scatter_stream.record_event()
+        post_reduce_stream = reduce_scatter_stream
+        if all_reduce_group is not None:
+            if partial_reduce_output is not None:
+                reduced += partial_reduce_output
+            if not all_reduce_grads:
+                event = post_reduce_stream.record_event()
+                stream = post_reduce_stream
+                return (buffer, reduce_scatter_event, stream, event, None, None, reduced)
+            post_reduce_stream = all_reduce_stream
+            all_reduce_stream.wait_stream(reduce_scatter_stream)
+            with handle.stream(all_reduce_stream):
+                if reduced.numel() > 0:  # every rank of a replicate group owns the same
+                    dist.all_reduce(reduced, group=all_reduce_group)
+                # Held by the group across layers, so that the allocator cannot hand the
+                # block to the next layer's reduction while this one is in flight.
+                all_reduce_input = reduced
+                all_reduce_event = all_reduce_stream.record_event()
+    if all_reduce_hook is not None:
+        post_reduce_stream = all_reduce_stream
+        all_reduce_stream.wait_stream(reduce_scatter_stream)
+        with handle.stream(all_reduce_stream):
+            all_reduce_hook(reduced)
+    with handle.stream(post_reduce_stream):
+        if divisor != 1.0:
+            reduced.div_(divisor)
+        gradient = reduced if orig_dtype is None else reduced.to(orig_dtype)
+        own = block.owner_range(reduce_scatter_group.rank())
+        for param in params:
+            segment = by_fqn[param.shard.fqn]
+            start = segment.start - own.start if param.is_owner else 0
+            numel = segment.numel if param.is_owner else 0
+            _accumulate(param, gradient.narrow(0, start, numel).view(param.sharded_size))
+        post_reduce_event = post_reduce_stream.record_event()
+    return (
+        buffer,
+        reduce_scatter_event,
+        post_reduce_stream,
+        post_reduce_event,
+        all_reduce_input,
+        all_reduce_event,
+        None,
+    )
+
+
+def _owner_params(fsdp_params: list[FSDPParam]) -> list[OwnerParam]:
+    return [p for p in fsdp_params if isinstance(p, OwnerParam)]
+
+
+def _accumulate(param: OwnerParam, grad: torch.Tensor) -> None:
+    sharded = param.sharded_param
+    if sharded.grad is None:
+        sharded.grad = param.to_sharded_dtensor(grad)
+    else:
+        assert isinstance(sharded.grad, OwnerDTensor)
+        local_of(sharded.grad).add_(grad)
+    for hook in post_accumulate_grad_hooks(sharded):
+        hook(sharded)
+
+
+def _require_all_gradients(block: BlockPlan, params: list[OwnerParam]) -> None:
+    """A missing gradient would shift nothing here, but would leave another rank's bytes in the
+    buffer; a frozen parameter's gradient would have no segment. Both are caller mistakes."""
+    planned = {shard.fqn for shard in block.shards}
+    got = {param.shard.fqn for param in params}
+    if planned != got:
+        raise RuntimeError(
+            f"block {block.name}: gradients for {sorted(got - planned)} were not planned and "
+            f"{sorted(planned - got)} are missing. requires_grad must not change after the "
+            "model has been sharded; freeze parameters before."
+        )
+
+
+_stock_init = rebind(FSDPParamGroup.__init__, FSDPParam=OwnerParam)
+_stock_unshard = rebind(FSDPParamGroup.unshard, foreach_all_gather=owner_all_gather)
+_stock_wait_for_unshard = rebind(
+    FSDPParamGroup.wait_for_unshard, foreach_all_gather_copy_out=owner_all_gather_copy_out
+)
+_stock_post_backward = rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
+
+
+class OwnerParamGroup(FSDPParamGroup):
+    """FSDP2's parameter group with owner shards: its lifecycle, our three collectives."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        modules: tuple[nn.Module, ...],
+        lookup: ShardLookup,
+        comm: OwnerComm,
+        **stock_arguments: Any,
+    ) -> None:
+        _stock_init(self, params, modules, shard_placement_fn=lookup, **stock_arguments)
+        self._all_gather_comm = comm
+        self._reduce_scatter_comm = comm
+        # A parameter that this rank's batch did not use must still take part in the block's
+        # reduction: it counts as a zero gradient, so that all ranks step alike.
+        self.reduce_scatter_unused_params = True
+
+    # Python attributes, not rebound descriptors, so that the dynamo and functorch guards of
+    # the stock methods are applied here as well.
+    def unshard(self, async_op: bool = False) -> None:
+        if torch._C._are_functorch_transforms_active():
+            with torch._C._DisableFuncTorch():
+                _stock_unshard(self, async_op)
+            return
+        _stock_unshard(self, async_op)
+
+    def wait_for_unshard(self) -> None:
+        if torch._C._are_functorch_transforms_active():
+            with torch._C._DisableFuncTorch():
+                _stock_wait_for_unshard(self)
+            return
+        _stock_wait_for_unshard(self)
+
+    @torch._disable_dynamo(recursive=True)
+    def post_backward(self, *unused: Any) -> None:
+        _stock_post_backward(self, *unused)

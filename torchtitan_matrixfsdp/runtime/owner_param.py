@@ -1,0 +1,158 @@
+"""One parameter of an owner group.
+
+[Note: owner FSDP tensors]
+FSDP2's own note names the tensors of a parameter; for an owner parameter they are:
+- original parameter ``[*shape]``: what the module had when it was sharded (often on meta);
+- sharded parameter: an :class:`OwnerDTensor` of global ``[*shape]``; its local tensor is
+  ``[*shape]`` on the owner and ``[0, *shape[1:]]`` elsewhere, where it holds no storage;
+- gather input: on the owner, the local tensor cast to the parameter dtype; nothing elsewhere;
+- gather output ``[numel]`` and unsharded parameter ``[*shape]``: as in FSDP2, one storage
+  that is resized in place, so that views saved by autograd stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchtitan_matrixfsdp.layout import MatrixShard
+from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    FSDPMeshInfo,
+    FSDPParam,
+    ShardedState,
+    contiguous_strides,
+    local_of,
+    make_spec,
+    orig_param_uid,
+    spec_of,
+)
+from torchtitan_matrixfsdp.runtime.owner_dtensor import Owner, OwnerDTensor
+
+ShardLookup = Callable[[nn.Parameter], MatrixShard]
+
+
+class OwnerParam(FSDPParam):
+    """FSDP2's per-parameter state with the whole tensor on one rank.
+
+    Attributes:
+        shard: what the plan says of this parameter.
+        is_owner: whether this rank stores it.
+    """
+
+    shard: MatrixShard
+    is_owner: bool
+
+    @torch.no_grad()
+    def _init_sharded_param(
+        self,
+        param: nn.Parameter,
+        device: torch.device,
+        shard_placement_fn: ShardLookup,
+        mesh_info: FSDPMeshInfo,
+    ) -> None:
+        """Replaces the even dim-0 chunking. The stock constructor hands its
+        ``shard_placement_fn`` argument through unread, and owner groups pass the plan's
+        lookup in that place."""
+        self.shard = shard = shard_placement_fn(param)
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"{shard.fqn}: a parameter that another parallelism has already made a DTensor "
+                f"({param.placements}) cannot be owned whole. Disable tensor/expert parallelism "
+                'or use owner_fsdp.mode = "stock".'
+            )
+        if tuple(param.shape) != shard.shape or param.ndim == 0:
+            raise ValueError(
+                f"{shard.fqn}: the plan has shape {shard.shape}, the module's parameter "
+                f"{tuple(param.shape)}; owner shards need the planned shape and at least 1D."
+            )
+        if param.device != device and param.device.type != "meta":
+            raise ValueError(
+                f"{shard.fqn}: parameter is on {param.device}, expected {device} or meta"
+            )
+        self.mesh_info = mesh_info
+        self._shard_mesh = self._init_shard_mesh()
+        self.is_owner = mesh_info.shard_mesh_rank == shard.owner
+        # Read by stock code that we keep (dtype and shape bookkeeping only; nothing is
+        # chunked along this dimension).
+        self.fsdp_placement = Shard(0)
+        self.is_dtensor = False
+        self._unsharded_dtensor_spec = None
+        self._orig_param_uid = orig_param_uid(param)
+        self._orig_size = param.size()
+        self._contiguous_orig_stride = contiguous_strides(self._orig_size)
+        replicate = (Replicate(),) * (mesh_info.mesh.ndim - 1)
+        self._spmd_mesh = mesh_info.mesh
+        self._spmd_placements = (*replicate, Owner(shard.owner))
+        self._sharding_spec = make_spec(
+            self._spmd_mesh, self._spmd_placements, param.size(), param.dtype
+        )
+        self.sharded_size = (
+            param.size() if self.is_owner else torch.Size([0, *param.shape[1:]])
+        )
+        self.contiguous_sharded_stride = contiguous_strides(self.sharded_size)
+        self.padded_sharded_param_size = self.sharded_size
+        if self.is_owner:
+            # A copy: the original may alias others, and may be non-contiguous.
+            local = param.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            local = param.new_empty(self.sharded_size)
+        self._sharded_param_data = local.view(-1)
+        self.sharded_param = nn.Parameter(
+            self.to_sharded_dtensor(local), requires_grad=param.requires_grad
+        )
+        self._setattr_on_modules(self.sharded_param)
+        self.sharded_state = ShardedState.SHARDED
+
+    def _init_sharded_post_forward_param_metadata(self, param: torch.Tensor) -> None:
+        """Nothing to prepare: resharding to a smaller mesh is refused by the entry point."""
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        if tensor.shape != self.sharded_size:
+            raise AssertionError(
+                f"{self.shard.fqn}: expected local shape {tuple(self.sharded_size)}, got "
+                f"{tuple(tensor.shape)}"
+            )
+        return OwnerDTensor.from_spec(tensor, self._sharding_spec)
+
+    def gather_input(self) -> torch.Tensor:
+        """This rank's part of the gather, 1D: ``[numel]`` in the parameter dtype on the owner,
+        ``[0]`` elsewhere."""
+        (data,) = self.all_gather_inputs
+        return data
+
+    def init_all_gather_outputs(
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        # The stock version multiplies one rank's share by the world size; ours is whole.
+        super().init_all_gather_outputs(
+            [self._orig_size.numel()], all_gather_input_dtypes, 1, device
+        )
+
+    def reset_sharded_param(self) -> None:
+        """Pick up a local tensor that ``to_empty`` or ``load_state_dict`` has replaced."""
+        module_info = self._module_info
+        current = module_info.module._parameters[module_info.param_name]
+        if not isinstance(current, OwnerDTensor):
+            raise TypeError(
+                f"{self.shard.fqn}: expected an owner DTensor on the module, found "
+                f"{type(current).__name__}. Load owner-shaped state with torch.distributed."
+                "checkpoint, which reshards on load."
+            )
+        self.sharded_param = current  # type: ignore[assignment]
+        local = local_of(current)
+        if local.is_meta:
+            return
+        if local.shape != self.sharded_size:
+            raise ValueError(
+                f"{self.shard.fqn}: local shape {tuple(local.shape)} on rank "
+                f"{self.mesh_info.shard_mesh_rank}, expected {tuple(self.sharded_size)}"
+            )
+        self._sharded_param_data = local.view(-1)
+        self._sharding_spec = spec_of(current)

@@ -1,0 +1,139 @@
+"""The entry point: shard one block of a model by owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory
+from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
+from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    append_param_group,
+    mesh_infos,
+    register_foreach_type,
+)
+from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_group import OwnerComm, OwnerParamGroup
+
+
+def owner_shard(
+    module: nn.Module,
+    block: BlockPlan,
+    *,
+    mesh: DeviceMesh,
+    transport: TransportFactory,
+    counter: TrafficCounter | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    prefix: str | None = None,
+) -> nn.Module:
+    """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
+
+    ``module`` becomes an ``FSDPModule``: prefetch lists, gradient sync, reshard and the other
+    FSDP2 methods work on it. Call it bottom-up, and on the root with plain ``fully_shard``.
+
+    Args:
+        module: one FSDP unit, on meta or on the mesh's device.
+        block: its plan; ``block.world_size`` must be the mesh's shard size. FQNs are those of
+            ``prefix`` (default ``block.name``) plus the module's own canonical names.
+        mesh: 1D (shard) or 2D (replicate, shard).
+        transport: makes what moves the segments.
+        counter: totals what this rank sends; share one between blocks.
+        reshard_after_forward: as in FSDP2; an integer (a smaller mesh) is refused.
+        mp_policy: FSDP2 mixed precision; float16 is refused (no loss scaling here).
+
+    Raises:
+        NotImplementedError: an integer reshard, float16, or parameters that are DTensors.
+        ValueError: plan and module or mesh do not fit; the message names the parameter.
+    """
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(
+            f"block {block.name}: reshard_after_forward={reshard_after_forward!r} (resharding to "
+            "a smaller mesh) is not supported with owner shards: expected True, False or None."
+        )
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    if torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype):
+        raise NotImplementedError(
+            f"block {block.name}: float16 mixed precision is not supported with owner shards; "
+            "expected torch.bfloat16 or torch.float32."
+        )
+    shard_size = mesh.size(mesh.ndim - 1)
+    if block.world_size != shard_size:
+        raise ValueError(
+            f"block {block.name}: planned for {block.world_size} ranks, but the mesh shards over "
+            f"{shard_size}. Make the plan for the mesh's last dimension."
+        )
+    params = _match_parameters(module, block, block.name if prefix is None else prefix)
+    _require_one_gather_dtype(block, params, mp_policy)
+    register_foreach_type(OwnerDTensor)
+    auto_reshard = True if reshard_after_forward is None else reshard_after_forward
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=set(params),
+    )
+    mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
+    device = (
+        torch.device(mesh.device_type)
+        if mesh.device_type == "cpu"
+        else torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    )
+    group = OwnerParamGroup(
+        list(params),
+        (module,),
+        params.__getitem__,
+        OwnerComm(block, transport, mesh_info.shard_mesh_rank, counter or TrafficCounter()),
+        mesh_info=mesh_info,
+        post_forward_mesh_info=post_forward_mesh_info,
+        device=device,
+        mp_policy=mp_policy,
+        offload_policy=OffloadPolicy(),
+    )
+    append_param_group(module, group)
+    return module
+
+
+def _match_parameters(
+    module: nn.Module, block: BlockPlan, prefix: str
+) -> Mapping[nn.Parameter, MatrixShard]:
+    planned = {shard.fqn: shard for shard in block.shards}
+    found: dict[nn.Parameter, MatrixShard] = {}
+    names = []
+    for name, param in module.named_parameters():
+        fqn = canonical_fqn(f"{prefix}.{name}" if prefix else name)
+        names.append(fqn)
+        if fqn in planned:
+            found[param] = planned[fqn]
+    missing, unplanned = set(planned) - set(names), set(names) - set(planned)
+    if missing or unplanned:
+        raise ValueError(
+            f"block {block.name}: planned parameters that the module lacks: {sorted(missing)}; "
+            f"parameters of the module that no role holds: {sorted(unplanned)}"
+        )
+    for param, shard in found.items():
+        if param.requires_grad != shard.trainable:
+            raise ValueError(
+                f"{shard.fqn}: requires_grad is {param.requires_grad}, planned as "
+                f"{shard.trainable}. Freeze parameters before planning."
+            )
+    return found
+
+
+def _require_one_gather_dtype(
+    block: BlockPlan, params: Mapping[nn.Parameter, MatrixShard], policy: MixedPrecisionPolicy
+) -> None:
+    """One flat buffer has one dtype. With a parameter dtype all floats are cast to it."""
+    if policy.param_dtype is not None and all(p.is_floating_point() for p in params):
+        return
+    dtypes = {p.dtype: shard.fqn for p, shard in params.items()}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"block {block.name}: parameters of several dtypes {dtypes} (dtype: example). Use "
+            "one training.dtype, or a mixed-precision parameter dtype that casts them all."
+        )

@@ -1,0 +1,67 @@
+"""Checks of configuration values; each error names the key, the value, what is legal, the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from typeguard import TypeCheckError, check_type
+
+
+class ConfigError(ValueError):
+    """A user's configuration is wrong."""
+
+
+def check_field_types(section: Any, prefix: str) -> None:
+    """Check every field of a (nested) dataclass instance against its annotation.
+
+    TorchTitan passes TOML values through unchecked, so a string reaches a float field. An int is
+    accepted for a float, a bool never for a number.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for spec in fields(section):
+        key = f"{prefix}.{spec.name}"
+        value = getattr(section, spec.name)
+        if is_dataclass(value):
+            check_field_types(value, key)
+            continue
+        try:
+            check_type(value, spec.type)
+        except TypeCheckError:
+            legal = spec.type.__name__ if isinstance(spec.type, type) else str(spec.type)
+            _fail(key, value, f"a value of type {legal}", "write it without quotes or change it")
+        if isinstance(value, bool) and spec.type in (int, float, float | int):
+            _fail(key, value, "a number", "write a number")
+
+
+def check_choice(key: str, value: str, legal: Sequence[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``legal``."""
+    if value not in legal:
+        _fail(key, value, f"one of {list(legal)}", f'set {key} = "{legal[0]}", for example')
+
+
+def check_range(
+    key: str,
+    value: float,
+    *,
+    low: float,
+    high: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise ConfigError unless ``low <= value`` (and ``<= high``, ``< below``) and it is finite."""
+    ok = math.isfinite(value) and low <= value
+    ok = ok and (high is None or value <= high) and (below is None or value < below)
+    if not ok:
+        upper = "" if high is None else f" and <= {high}"
+        upper += "" if below is None else f" and < {below}"
+        _fail(key, value, f"a finite number >= {low}{upper}", f"change {key}")
+
+
+def _fail(key: str, value: Any, legal: str, remedy: str) -> None:
+    raise ConfigError(
+        f"{key}: received {value!r} ({type(value).__name__}); legal: {legal}; {remedy}."
+    )

@@ -1,0 +1,98 @@
+"""The TOML sections that this plugin adds, named by ``job.custom_config_module``.
+
+TorchTitan merges ``JobConfig`` below into its own, so every key here is a TOML key and a command
+line flag (``--owner_fsdp.mode=stock``). Types and ranges are checked as each section is built,
+on every rank, before any process group exists.
+
+This module must not postpone the evaluation of annotations: TorchTitan's merge reads the
+field types as objects.
+"""
+
+from dataclasses import dataclass, field
+
+from torchtitan_matrixfsdp.comm import TRANSPORTS
+from torchtitan_matrixfsdp.layout import PLANNERS
+from torchtitan_matrixfsdp.optim import ADJUST_LR
+from torchtitan_matrixfsdp.titan.checks import check_choice, check_field_types, check_range
+
+MODES = ("zero3", "stock")
+MATRIX_OPTIMIZERS = ("Muon", "AdamW")
+NS_DTYPES = ("bfloat16", "float32", "float64")
+
+
+@dataclass
+class OwnerFSDP:
+    """Where the shards of the transformer blocks live."""
+
+    mode: str = "zero3"
+    """
+    "zero3": each matrix whole on one owner rank (MatrixFSDP); the optimizer step does not
+    communicate. "stock": ordinary FSDP2 row shards; Muon gathers each matrix at the step.
+    No effect where nothing is sharded (shard degree 1).
+    """
+
+    planner: str = "cost_aware"
+    """Who owns what: "role_greedy", "scope_greedy" or "cost_aware" (the paper's three)."""
+
+    transport: str = "p2p"
+    """How segments travel: "p2p" (batched send/receive from and to each owner)."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self, "owner_fsdp")
+        check_choice("owner_fsdp.mode", self.mode, MODES)
+        check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
+        check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORTS))
+
+
+@dataclass
+class MatrixOptimizer:
+    """The optimizer of the routed 2D weights. Everything else is on ``[optimizer]``."""
+
+    name: str = "Muon"
+    """"Muon", or "AdamW" (the matrices too, in the owner layout, with [optimizer]'s betas and eps)."""
+
+    lr: float = 0.02
+    """Learning rate at the top of the schedule, >= 0."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay, >= 0; multiplied by the base learning rate."""
+
+    momentum: float = 0.95
+    """Muon's momentum, 0 <= momentum < 1."""
+
+    nesterov: bool = True
+    """Nesterov (look-ahead) momentum."""
+
+    ns_steps: int = 5
+    """Newton-Schulz iterations, 1 to 20."""
+
+    ns_dtype: str = "bfloat16"
+    """Dtype of Newton-Schulz: "bfloat16", "float32", or "float64" (for exactness tests)."""
+
+    adjust_lr: str = "match_rms_adamw"
+    """Learning-rate factor by shape (out, in): "original" is sqrt(max(1, out/in)),
+    "match_rms_adamw" is 0.2 * sqrt(max(out, in))."""
+
+    include: list[str] = field(default_factory=lambda: [r"layers\..*\.weight$"])
+    """Regular expressions searched in canonical parameter names; applied to 2D weights only."""
+
+    exclude: list[str] = field(default_factory=list)
+    """Regular expressions that take weights back out of ``include``."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self, "matrix_optimizer")
+        check_choice("matrix_optimizer.name", self.name, MATRIX_OPTIMIZERS)
+        check_choice("matrix_optimizer.ns_dtype", self.ns_dtype, NS_DTYPES)
+        check_choice("matrix_optimizer.adjust_lr", self.adjust_lr, ADJUST_LR)
+        check_range("matrix_optimizer.lr", self.lr, low=0)
+        check_range("matrix_optimizer.weight_decay", self.weight_decay, low=0)
+        check_range("matrix_optimizer.momentum", self.momentum, low=0, below=1)
+        check_range("matrix_optimizer.ns_steps", self.ns_steps, low=1, high=20)
+
+
+@dataclass
+class JobConfig:
+    """What TorchTitan merges into its own ``JobConfig``."""
+
+    owner_fsdp: OwnerFSDP = field(default_factory=OwnerFSDP)
+    matrix_optimizer: MatrixOptimizer = field(default_factory=MatrixOptimizer)

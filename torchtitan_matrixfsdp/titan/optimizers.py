@@ -1,0 +1,212 @@
+"""TorchTitan's optimizer and scheduler containers over two optimizers per model part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import LRScheduler as LRSchedulerConfig
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from torchtitan_matrixfsdp.layout import canonical_fqn
+from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
+from torchtitan_matrixfsdp.runtime import OwnerDTensor
+from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
+from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+
+_DTYPES = {**TORCH_DTYPE_MAP, "float64": torch.float64}
+_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class MatrixOptimizersContainer(OptimizersContainer):
+    """One matrix and one elementwise optimizer per model part, as one optimizer.
+
+    Iterates them in the order [matrix, elementwise] per part; schedulers follow that order.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig) -> None:
+        self.model_parts = model_parts
+        self._of_part: list[list[Optimizer]] = []
+        everything: list[nn.Parameter] = []
+        for part in model_parts:
+            setup = _setup_of(part)
+            matrices, others = split_parameters(part, setup)
+            everything += matrices + others
+            self._of_part.append(
+                [
+                    build_matrix_optimizer(matrices, setup.matrix_optimizer, optimizer_config),
+                    build_elementwise_optimizer(others, optimizer_config),
+                ]
+            )
+        self.optimizers = [optimizer for part in self._of_part for optimizer in part]
+        self._post_init(everything, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat state by parameter name, of both optimizers; reading it changes nothing."""
+        merged: dict[str, Any] = {}
+        for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
+            merged |= get_optimizer_state_dict(part, optimizers, options=_STATE_OPTIONS)
+        return merged
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gives."""
+        for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
+            set_optimizer_state_dict(
+                part, optimizers, optim_state_dict=state_dict, options=_STATE_OPTIONS
+            )
+
+
+def _setup_of(part: nn.Module) -> OwnerSetup:
+    if not isinstance(part, OwnerModelMixin) or part.owner_setup is None:
+        raise TypeError(
+            f"{type(part).__name__} was not parallelised by this plugin: use model.name "
+            '"llama3_owner" or "qwen3_owner".'
+        )
+    return part.owner_setup
+
+
+def split_parameters(
+    part: nn.Module, setup: OwnerSetup
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable parameters of ``part``: (matrices, elementwise), in model order."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, param in part.named_parameters():
+        if param.requires_grad:
+            is_matrix = setup.routing.is_matrix(canonical_fqn(name))
+            (matrices if is_matrix else others).append(param)
+    return matrices, others
+
+
+def build_matrix_optimizer(
+    params: list[nn.Parameter], config: MatrixOptimizer, elementwise: OptimizerConfig
+) -> LocalStepOptimizer:
+    """The optimizer of the routed matrices, stepping on local tensors."""
+    if config.name == "AdamW":
+        factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
+        return LocalStepOptimizer(params, factory)
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov,
+        "ns_steps": config.ns_steps,
+        "ns_dtype": _DTYPES[config.ns_dtype],
+        "adjust_lr": config.adjust_lr,
+    }
+
+    def muon(
+        groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Optimizer:
+        row_sharded = any(
+            isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
+        )
+        return GatherMuon(groups, of_local, **options) if row_sharded else Muon(groups, **options)
+
+    return LocalStepOptimizer(params, muon)
+
+
+def build_elementwise_optimizer(
+    params: list[nn.Parameter], config: OptimizerConfig
+) -> LocalStepOptimizer:
+    """AdamW with TorchTitan's own ``[optimizer]`` options, stepping on local tensors."""
+    return LocalStepOptimizer(params, _adamw_factory(config.lr, config.weight_decay, config))
+
+
+def _adamw_factory(
+    lr: float, weight_decay: float, config: OptimizerConfig
+) -> Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]:
+    def adamw(
+        groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Optimizer:
+        optimizer = AdamW(
+            groups,
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=weight_decay,
+            fused=config.implementation == "fused",
+            foreach=config.implementation == "foreach",
+        )
+        create_adam_state(optimizer)
+        return optimizer
+
+    return adamw
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    ft_manager: Any = None,
+) -> MatrixOptimizersContainer:
+    """TorchTitan's ``build_optimizers_fn``."""
+    return MatrixOptimizersContainer(model_parts, optimizer_config)
+
+
+class MatrixLRSchedulersContainer(LRSchedulersContainer):
+    """One schedule, several learning rates.
+
+    The stock container saves the first scheduler, base learning rates included, and loads it into
+    all of them: the matrix optimizer's rate would overwrite AdamW's. Here the position in the
+    schedule is saved once and each group's base rate by its index.
+    """
+
+    def __init__(self, stock: LRSchedulersContainer) -> None:
+        # The stock builder owns the schedule's shape; take its schedulers as they are.
+        self.schedulers = stock.schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """``last_epoch`` (steps taken) and ``base_lr.<scheduler>.<group>``."""
+        state: dict[str, Any] = {"last_epoch": self.schedulers[0].last_epoch}
+        for index, scheduler in enumerate(self.schedulers):
+            for group, base in enumerate(scheduler.base_lrs):
+                state[f"base_lr.{index}.{group}"] = base
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the saved schedule was, with each group's saved base rate.
+
+        Raises:
+            KeyError: the saved schedule has no rate for one of this job's groups.
+        """
+        steps = state_dict["last_epoch"]
+        for index, scheduler in enumerate(self.schedulers):
+            bases = [state_dict[f"base_lr.{index}.{g}"] for g in range(len(scheduler.base_lrs))]
+            if bases != scheduler.base_lrs:
+                logger.warning(
+                    f"Checkpoint resumes learning rates {bases}; the configuration says "
+                    f"{scheduler.base_lrs}. Add lr_scheduler and optimizer to "
+                    "checkpoint.exclude_from_loading to start with the configuration's."
+                )
+            rates = [
+                base * factor(steps)
+                for base, factor in zip(bases, scheduler.lr_lambdas, strict=True)
+            ]
+            state = scheduler.state_dict()
+            state |= {"last_epoch": steps, "_step_count": steps + 1}
+            state |= {"base_lrs": bases, "_last_lr": rates}
+            scheduler.load_state_dict(state)
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def build_schedulers(
+    optimizers: OptimizersContainer, config: LRSchedulerConfig, training_steps: int
+) -> MatrixLRSchedulersContainer:
+    """TorchTitan's ``build_lr_schedulers_fn``: its schedule, in our container."""
+    return MatrixLRSchedulersContainer(build_lr_schedulers(optimizers, config, training_steps))

@@ -1,0 +1,153 @@
+"""Everything about a job that can be refused before the first collective.
+
+The CPU entry point calls :func:`validate_job_config` right after parsing. Under the stock entry
+point the first of our hooks that sees the configuration is the tokenizer builder: meshes exist
+by then, but no model, and every rank computes the same verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import JobConfig as TitanJobConfig
+
+from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
+from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
+from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer, OwnerFSDP
+
+
+def owner_fsdp_of(config: TitanJobConfig) -> OwnerFSDP:
+    """The ``[owner_fsdp]`` section of a merged configuration."""
+    return _section(config, "owner_fsdp", OwnerFSDP)
+
+
+def matrix_optimizer_of(config: TitanJobConfig) -> MatrixOptimizer:
+    """The ``[matrix_optimizer]`` section of a merged configuration."""
+    return _section(config, "matrix_optimizer", MatrixOptimizer)
+
+
+def _section(config: TitanJobConfig, name: str, cls: type[Any]) -> Any:
+    found = vars(config).get(name)
+    if not isinstance(found, cls):
+        raise ConfigError(
+            f"the configuration has no [{name}] section: set job.custom_config_module = "
+            '"torchtitan_matrixfsdp.titan.job_config" in the TOML file.'
+        )
+    return found
+
+
+def validate_job_config(
+    config: TitanJobConfig, world_size: int, flavors: list[str] | None = None
+) -> None:
+    """Check a whole merged configuration.
+
+    Args:
+        config: the merged configuration.
+        world_size: number of processes of the job.
+        flavors: the model's flavors, when they are known.
+
+    Raises:
+        ConfigError: on the first fault, with key, value, legal range and remedy.
+    """
+    owner_fsdp_of(config)
+    matrix_optimizer_of(config)
+    for section in fields(config):
+        check_field_types(vars(config)[section.name], section.name)
+    _check_optimizer(config)
+    _refuse_unsupported(config)
+    _check_mesh(config, world_size)
+    if flavors is not None and config.model.flavor not in flavors:
+        raise ConfigError(
+            f"model.flavor: received {config.model.flavor!r}; legal for {config.model.name}: "
+            f"{flavors}. Mixture-of-experts flavors are not supported by this plugin."
+        )
+    _check_data(config)
+
+
+def _check_optimizer(config: TitanJobConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name != "AdamW":
+        raise ConfigError(
+            f"optimizer.name: received {optimizer.name!r}; legal: 'AdamW' (for everything that is "
+            'not on [matrix_optimizer]); set optimizer.name = "AdamW".'
+        )
+    for key in ("lr", "weight_decay"):
+        check_range(f"optimizer.{key}", vars(optimizer)[key], low=0)
+    for key in ("beta1", "beta2"):
+        check_range(f"optimizer.{key}", vars(optimizer)[key], low=0, below=1)
+    check_range("optimizer.eps", optimizer.eps, low=0)
+
+
+def _refuse_unsupported(config: TitanJobConfig) -> None:
+    parallelism, training = config.parallelism, config.training
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("parallelism.tensor_parallel_degree", parallelism.tensor_parallel_degree,
+         parallelism.tensor_parallel_degree != 1, "set it to 1"),
+        ("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree,
+         parallelism.pipeline_parallel_degree != 1, "set it to 1"),
+        ("parallelism.context_parallel_degree", parallelism.context_parallel_degree,
+         parallelism.context_parallel_degree != 1, "set it to 1"),
+        ("parallelism.expert_parallel_degree", parallelism.expert_parallel_degree,
+         parallelism.expert_parallel_degree != 1, "set it to 1"),
+        ("training.enable_cpu_offload", training.enable_cpu_offload,
+         training.enable_cpu_offload, "set it to false"),
+        ("compile.enable", config.compile.enable,
+         config.compile.enable and "model" in config.compile.components,
+         'set it to false, or compile.components = ["loss"]'),
+        ("activation_checkpoint.mode", config.activation_checkpoint.mode,
+         config.activation_checkpoint.mode == "memory_budget",
+         'it needs torch.compile; set "none", "selective" or "full"'),
+        ("model.converters (float8, mx)", config.model.converters,
+         bool(config.model.converters), "set it to []"),
+        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward,
+         config.optimizer.early_step_in_backward, "set it to false"),
+        ("fault_tolerance.enable", config.fault_tolerance.enable,
+         config.fault_tolerance.enable, "set it to false"),
+    ]
+    for key, value, is_refused, remedy in refused:
+        if is_refused:
+            raise ConfigError(
+                f"{key}: received {value!r}; this plugin does not support it yet; {remedy}, or use "
+                "a stock TorchTitan model name."
+            )
+
+
+def _check_mesh(config: TitanJobConfig, world_size: int) -> None:
+    parallelism = config.parallelism
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    check_range("parallelism.data_parallel_replicate_degree", replicate, low=1)
+    if shard != -1:
+        check_range("parallelism.data_parallel_shard_degree", shard, low=1)
+    fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
+    if not fits:
+        raise ConfigError(
+            f"the job has {world_size} processes, but parallelism.data_parallel_replicate_degree = "
+            f"{replicate} and data_parallel_shard_degree = {shard} (-1: what is left) do not "
+            "multiply to that. Change a degree, or start a matching number of processes."
+        )
+    training = config.training
+    check_range("training.local_batch_size", training.local_batch_size, low=1)
+    step = training.local_batch_size * world_size
+    if training.global_batch_size > 0 and training.global_batch_size % step:
+        raise ConfigError(
+            f"training.global_batch_size: received {training.global_batch_size}; legal: a multiple "
+            f"of local_batch_size x data-parallel degree = {step}, or -1 for {step}."
+        )
+
+
+def _check_data(config: TitanJobConfig) -> None:
+    assets = Path(config.model.hf_assets_path)
+    names = ("tokenizer.json", "vocab.json", "vocab.txt")
+    if not any((assets / name).is_file() for name in names):
+        raise ConfigError(
+            f"model.hf_assets_path: received {str(assets)!r}, where none of {list(names)} exists. "
+            "Point it at a Hugging Face tokenizer folder, or build the default one: "
+            "python scripts/build_corpus.py"
+        )
+    if config.training.dataset.lower() == LOCAL_DATASET:
+        local_files("training.dataset_path", config.training.dataset_path)
+    if config.validation.enable and config.validation.dataset.lower() == LOCAL_DATASET:
+        local_files("validation.dataset_path", config.validation.dataset_path)

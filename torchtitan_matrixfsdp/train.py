@@ -1,0 +1,79 @@
+"""``python -m torchtitan_matrixfsdp.train``: TorchTitan's trainer, also where there is only a CPU.
+
+With an accelerator this is ``python -m torchtitan.train``. Without one it first puts TorchTitan on
+the CPU. Start it as that one, with ``torchrun`` or with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+``MASTER_ADDR`` and ``MASTER_PORT`` set; ``--job.config_file`` and ``--section.key value`` are the
+same.
+"""
+
+import logging
+import os
+import sys
+import traceback
+
+# What this package, TorchTitan and `datasets` raise for a user's mistake.
+_MISTAKES = (ValueError, FileNotFoundError, NotImplementedError)
+# TorchTitan's own checks raise these as well: a mesh that does not fit the world size, an unknown
+# flavor. From anywhere else they are faults of the program.
+_MISTAKES_IN_TORCHTITAN = (AssertionError, KeyError)
+
+
+class _NoTraceback(logging.Filter):
+    """Keeps the line that names an unreadable config file, and drops the traceback below it.
+
+    `main` reports the error behind it in one line.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("Error while loading config file"):
+            record.exc_info = None
+        return True
+
+
+def main() -> None:
+    """Train as the command line says; exit with status 2 and one line if it asks the impossible."""
+    from torchtitan.tools import utils
+
+    if not utils.device_module.is_available():
+        from torchtitan_matrixfsdp.cpu_device import use_cpu_device
+
+        use_cpu_device()
+
+    from torchtitan import train
+    from torchtitan.tools.logging import logger
+
+    logger.addFilter(_NoTraceback())
+    try:
+        train.main(train.Trainer)
+    except Exception as error:
+        message = _mistake(error, train.__file__)
+        if message is None:
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"[rank {rank}] error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _mistake(error: Exception, train_file: str) -> str | None:
+    """One line about a user's mistake; None for anything that deserves its traceback.
+
+    ``train_file`` is the path of TorchTitan's trainer, within its package's folder.
+    """
+    if isinstance(error, KeyError) and error.args == ("LOCAL_RANK",):
+        return "LOCAL_RANK is not set; start with torchrun, or with scripts/run_train.sh"
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.name == "train" and frame.filename == train_file for frame in frames):
+        return None  # training had begun, so the configuration was accepted
+    raised = frames[-1]
+    where = f"{os.path.basename(raised.filename)}:{raised.lineno}"
+    if isinstance(error, _MISTAKES):
+        return f"{type(error).__name__}: {error} ({where})"
+    in_torchtitan = raised.filename.startswith(os.path.dirname(train_file) + os.sep)
+    if in_torchtitan and isinstance(error, _MISTAKES_IN_TORCHTITAN):
+        # These seldom have a message that says what was looked up or compared; the source does.
+        return f"{type(error).__name__}: {error} ({where}: {raised.line})"
+    return None
+
+
+if __name__ == "__main__":
+    main()
