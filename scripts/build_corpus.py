@@ -6,7 +6,7 @@ interpreter and options give the same bytes on every run. What is written, under
     corpus/train.jsonl               one {"text": ...} per source file, for datasets' JSON loader
     tokenizer/tokenizer.json         byte-level BPE
     tokenizer/tokenizer_config.json  which tokens begin and end a document
-    corpus_stamp.json                what it was built from; a second run with the same finds it and stops
+    corpus_stamp.json                what it was built from; a second run finds it and stops
 """
 
 import argparse
@@ -201,8 +201,8 @@ def build(
     documents = read_documents(stdlib, find_sources(stdlib), max_bytes)
     if not documents:
         raise ValueError(
-            f"no Python source of at most {max_bytes} bytes under {stdlib}: use an interpreter that "
-            "has its standard library as .py files, or raise --max-bytes"
+            f"no Python source of at most {max_bytes} bytes under {stdlib}: use an interpreter "
+            "that has its standard library as .py files, or raise --max-bytes"
         )
     tokenizer = train_tokenizer([document.text for document in documents], vocab_size)
     contents = {
@@ -302,8 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+    state = "built" if built else "up to date"
     print(
-        f"{'built' if built else 'up to date'}: {options.output_dir}: {summary.files} source files, "
+        f"{state}: {options.output_dir}: {summary.files} source files, "
         f"{summary.bytes:,} bytes, {summary.vocab_size} tokens in the vocabulary"
     )
     return 0

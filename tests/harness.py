@@ -116,6 +116,7 @@ class _Ranks:
         self.timed_out = False
         self.outcomes: dict[int, _Outcome] = {}
         self._processes: list[BaseProcess] = []
+        self._ended = [False] * world_size
         self._stacks: dict[int, str] = {}
         # Pickled here and unpickled late in the child, after it has set its environment: that
         # imports the test's module, hence torch, which reads the environment when it starts.
@@ -151,29 +152,33 @@ class _Ranks:
         """Until every rank is done, or one failed, or the time is up."""
         limit = deadline = time.monotonic() + self.timeout_s
         while True:
-            ended = [not process.is_alive() for process in self._processes]
-            self._collect()  # after `ended`, so that a rank that has ended has its outcome read
+            # Before collecting, so that what a rank left before it ended is known by now.
+            self._ended = [not process.is_alive() for process in self._processes]
+            self._collect()
             if stop_at_first_failure and self._any_failed():
                 deadline = min(limit, time.monotonic() + _GRACE_AFTER_FAILURE)
                 stop_at_first_failure = False
-            if all(self._is_done(rank, ended[rank]) for rank in range(self.world_size)):
+            if all(self._is_done(rank) for rank in range(self.world_size)):
                 return
             if time.monotonic() >= deadline:
                 self.timed_out = deadline == limit
                 self._dump_stacks()
                 return
-            sentinels = zip(self._processes, ended, strict=True)
-            wait_for([process.sentinel for process, gone in sentinels if not gone], timeout=_POLL)
+            sentinels = zip(self._processes, self._ended, strict=True)
+            wait_for([process.sentinel for process, ended in sentinels if not ended], timeout=_POLL)
 
     def _any_failed(self) -> bool:
         if any(outcome.failed for outcome in self.outcomes.values()):
             return True
-        # Died without a word, or in the barrier after its function.
-        return any(process.exitcode not in (None, 0) for process in self._processes)
+        # Ended without a word, or in the barrier after its function.
+        return any(
+            ended and (self._processes[rank].exitcode != 0 or rank not in self.outcomes)
+            for rank, ended in enumerate(self._ended)
+        )
 
-    def _is_done(self, rank: int, ended: bool) -> bool:
+    def _is_done(self, rank: int) -> bool:
         # A rank that succeeded still has its barrier to pass; one that failed waits to be killed.
-        return ended or (rank in self.outcomes and self.outcomes[rank].failed)
+        return self._ended[rank] or (rank in self.outcomes and self.outcomes[rank].failed)
 
     def problem(self, rank: int) -> str | None:
         """What went wrong on this rank, None if nothing did."""
@@ -195,7 +200,8 @@ class _Ranks:
             headline += f": time limit of {self.timeout_s:g} s"
         parts = [headline]
         for rank in range(self.world_size):
-            text = self.problem(rank) or f"returned {self.outcomes[rank].value!r:.200}"
+            outcome = self.outcomes.get(rank, _Outcome())
+            text = self.problem(rank) or f"returned {outcome.value!r:.200}"
             parts.append(f"--- rank {rank} of {self.world_size}: {text.rstrip()}")
             if output := self._output(rank):
                 parts.append(f"--- rank {rank} output:\n{output}")
@@ -245,7 +251,9 @@ class _Ranks:
             process.close()
 
 
-def _rank_main(rank: int, world_size: int, directory: str, timeout_s: float, payload: bytes) -> None:
+def _rank_main(
+    rank: int, world_size: int, directory: str, timeout_s: float, payload: bytes
+) -> None:
     """The child's side: run the function, leave the outcome in a file."""
     where = Path(directory)
     _end_with_parent()
@@ -256,9 +264,7 @@ def _rank_main(rank: int, world_size: int, directory: str, timeout_s: float, pay
     faulthandler.enable()
     stack_file = (where / f"stack{rank}").open("w")  # open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    os.environ.update(
-        _RANK_ENV, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
+    os.environ.update(_RANK_ENV, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     warnings.filterwarnings("error", module=r"(torchtitan_matrixfsdp|tests)\b")
 
     import torch
@@ -274,40 +280,32 @@ def _rank_main(rank: int, world_size: int, directory: str, timeout_s: float, pay
             timeout=timedelta(seconds=timeout_s + _GROUP_TIMEOUT_MARGIN),
         )
         fn, args = pickle.loads(payload)
-        outcome = _pickled(_Outcome(value=fn(*args)))
+        # Pickled inside the try: a value that cannot be is a failure of this rank.
+        outcome = pickle.dumps(_Outcome(value=fn(*args)))
     except BaseException as error:
-        outcome = _pickled(
+        outcome = pickle.dumps(
             _Outcome(
                 error_type=type(error).__name__,
                 error_message=str(error),
                 error_traceback=traceback.format_exc(),
             )
         )
-        _write(where / f"outcome{rank}", outcome)
-        _flush()
+        _leave_outcome(where / f"outcome{rank}", outcome)
         while True:  # [Note: how a rank ends]
             time.sleep(3600)
-    _write(where / f"outcome{rank}", outcome)
-    _flush()
+    _leave_outcome(where / f"outcome{rank}", outcome)
     if dist.is_initialized():
         # Without it a rank that is done would close connections that others still use.
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _pickled(outcome: _Outcome) -> bytes:
-    return pickle.dumps(outcome)
-
-
-def _write(path: Path, content: bytes) -> None:
+def _leave_outcome(path: Path, content: bytes) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
     part = path.with_suffix(".part")
     part.write_bytes(content)
     part.replace(path)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _end_with_parent() -> None:

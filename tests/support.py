@@ -22,7 +22,9 @@ class CorpusPaths:
 
 def load_script(name: str) -> ModuleType:
     """Import `scripts/NAME.py`, which belongs to no package."""
-    spec = importlib.util.spec_from_file_location(f"scripts.{name}", ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"scripts.{name}", ROOT / "scripts" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name

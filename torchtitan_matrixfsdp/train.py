@@ -70,8 +70,9 @@ def _mistake(error: Exception, train_file: str) -> str | None:
         return f"{type(error).__name__}: {error} ({where})"
     in_torchtitan = raised.filename.startswith(os.path.dirname(train_file) + os.sep)
     if in_torchtitan and isinstance(error, _MISTAKES_IN_TORCHTITAN):
-        # These seldom have a message that says what was looked up or compared; the source does.
-        return f"{type(error).__name__}: {error} ({where}: {raised.line})"
+        if isinstance(error, KeyError) or not str(error):
+            where += f": {raised.line}"  # only the source says what was looked up or compared
+        return f"{type(error).__name__}: {error} ({where})"
     return None
 
 

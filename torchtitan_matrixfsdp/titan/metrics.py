@@ -22,8 +22,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_matrixfsdp.cpu_device import CpuDeviceModule
-
 
 class MatrixMetricsProcessor(MetricsProcessor):
     """Stock metrics and, where there are several parameter groups, each one's learning rate.
@@ -82,17 +80,20 @@ class MatrixMetricsProcessor(MetricsProcessor):
 
 
 class CpuMetricsProcessor(MatrixMetricsProcessor):
-    """The same metrics for a run whose device is the CPU; the module's text says what differs."""
+    """The same metrics for a run whose device is the CPU; the module's text says what differs.
+
+    ``use_cpu_device()`` must have put TorchTitan on the CPU: its stand-in for ``torch.cuda`` is
+    what measures the resident set.
+    """
 
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         super().__init__(job_config, parallel_dims, tag)
-        device_module: CpuDeviceModule = utils.device_module
-        self.logger = _ResidentMemoryScalars(self.logger, device_module, self.device_memory_monitor)
+        self.logger: BaseLogger = _ResidentMemoryScalars(self.logger, self.device_memory_monitor)
         logger.info(
             "Memory is the resident set of one process; its peak is that since the "
-            f"{device_module.peak_since}"
+            f"{utils.device_module.peak_since}"
         )
 
     def log(
@@ -116,15 +117,12 @@ class _ResidentMemoryScalars(BaseLogger):
     ``resident``, what is resident now. Training and validation share the names after a prefix.
     """
 
-    def __init__(
-        self, wrapped: BaseLogger, device_module: CpuDeviceModule, monitor: DeviceMemoryMonitor
-    ) -> None:
+    def __init__(self, wrapped: BaseLogger, monitor: DeviceMemoryMonitor) -> None:
         self._wrapped = wrapped
-        self._device_module = device_module
         self._monitor = monitor
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        resident = self._device_module.memory_stats()["reserved_bytes.all.current"]
+        resident = utils.device_module.memory_stats()["reserved_bytes.all.current"]
         now = {
             "resident(GiB)": self._monitor._to_gib(resident),
             "resident(%)": self._monitor._to_pct(resident),
@@ -179,6 +177,5 @@ def build_metrics_processor(
     tag: str | None = None,
 ) -> MetricsProcessor:
     """``TrainSpec.build_metrics_processor_fn``; ``tag`` prefixes every name in TensorBoard."""
-    on_cpu = isinstance(utils.device_module, CpuDeviceModule)
-    processor = CpuMetricsProcessor if on_cpu else MatrixMetricsProcessor
+    processor = CpuMetricsProcessor if utils.device_type == "cpu" else MatrixMetricsProcessor
     return processor(job_config, parallel_dims, tag)

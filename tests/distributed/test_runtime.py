@@ -1,0 +1,552 @@
+"""Owner shards inside FSDP2: storage, traffic, agreement, gradients and refusals."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.distributed.toy import (
+    ADAMW,
+    DIM,
+    Block,
+    Run,
+    Sharded,
+    Toy,
+    batch,
+    full_state,
+    loss_of,
+    make_toy,
+    max_difference,
+    mesh_of,
+    metas_of,
+    owner_parameters,
+    route_toy,
+    shard_toy,
+    train,
+    train_oracle,
+)
+from tests.harness import run_ranks, run_ranks_expect_error
+from torchtitan_matrixfsdp.comm import TrafficCounter, agree_on_plan, transport_factory
+from torchtitan_matrixfsdp.layout import RoleKind, make_plan
+from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon
+from torchtitan_matrixfsdp.runtime import Owner, OwnerDTensor, owner_shard
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind the local tensors."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
+    return sum(storages.values())
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    return fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]
+
+
+def _account(run: Run, replicas: int) -> dict[str, tuple[int, int]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = mesh_of(replicas, ranks)
+    sharded = shard_toy(make_toy(), mesh, run)
+    shard_rank = mesh.get_local_rank(mesh.ndim - 1)
+    train(sharded, run, 2, rank, ranks)
+    plan = sharded.plan
+    assert plan is not None
+    owners = owner_parameters(sharded.model)
+    matrix = [p for n, p in owners.items() if plan.shard(n).kind is RoleKind.MATRIX]
+    tails = [p for n, p in owners.items() if plan.shard(n).kind is RoleKind.TAIL]
+
+    def planned(kind: RoleKind) -> int:
+        shards = [s for block in plan.blocks for s in block.shards]
+        return sum(s.nbytes for s in shards if s.owner == shard_rank and s.kind is kind)
+
+    muon, adamw = sharded.optimizers
+    outputs = [
+        output
+        for layer in sharded.model.layers
+        for group in _param_groups(layer)
+        for param in group.fsdp_params
+        for output in param.all_gather_outputs
+    ]
+    momentum = [muon.state[p]["momentum_buffer"] for p in matrix]
+    moments = [adamw.state[p][k] for p in tails for k in ("exp_avg", "exp_avg_sq")]
+    return {
+        "parameters": (_storage_bytes(list(owners.values())), plan.owned_bytes(shard_rank)),
+        "gradients": (_storage_bytes([p.grad for p in owners.values()]), plan.owned_bytes(shard_rank)),
+        "momentum": (_storage_bytes(momentum), planned(RoleKind.MATRIX)),
+        "AdamW moments": (_storage_bytes(moments), 2 * planned(RoleKind.TAIL)),
+        "unsharded parameters": (_storage_bytes(outputs), 0),
+        "outputs seen": (len(outputs), len(owners)),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_every_byte_is_the_plans(ranks: int, replicas: int) -> None:
+    """Between steps a rank stores what the plan says, to the byte, and nothing else."""
+    total = 0
+    for account in run_ranks(_account, ranks, Run(), replicas):
+        for what, (found, planned) in account.items():
+            assert found == planned, what
+        total += account["parameters"][0]
+    _, blocks = metas_of(make_toy())
+    assert total == replicas * sum(p.nbytes for b in blocks for p in b.params)
+
+
+def _traffic(run: Run) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(make_toy(), mesh_of(1, ranks), run)
+    sharded.counter.reset()
+    train(sharded, run, 1, rank, ranks)
+    gathers = 2 if run.reshard else 1
+    rows = []
+    for operation, times in (("gather", gathers * run.accumulation), ("reduce", run.accumulation)):
+        factory = transport_factory("p2p")
+        itemsize = 8
+        expected_bytes = expected_messages = closed_form = 0
+        for block in sharded.plan.blocks:
+            transport = factory(block, rank, TrafficCounter())
+            predict = transport.predict_gather if operation == "gather" else transport.predict_reduce
+            expected_bytes += times * predict(itemsize).sent_bytes
+            expected_messages += times * predict(itemsize).messages
+            owned = block.owned_numel(rank)
+            elements = (ranks - 1) * owned if operation == "gather" else block.numel - owned
+            closed_form += times * elements * itemsize
+        counted = sharded.counter.total(operation)
+        rows.append((operation, (counted.sent_bytes, counted.messages), (expected_bytes, expected_messages)))
+        rows.append((operation + " closed form", (counted.sent_bytes, 0), (closed_form, 0)))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("run", [Run(), Run(reshard=False), Run(accumulation=2)])
+def test_counted_traffic_is_the_predicted(ranks: int, run: Run) -> None:
+    """Bytes and messages sent, exactly; gather (W-1) L_r, reduce T - L_r (paper section 4.2)."""
+    for rows in run_ranks(_traffic, ranks, run):
+        for what, counted, predicted in rows:
+            assert counted == predicted, what
+
+
+def _step_collectives(mode: str) -> tuple[int, int]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    run = Run(mode=mode)
+    sharded = shard_toy(make_toy(), mesh_of(1, ranks), run)
+    train(sharded, run, 1, rank, ranks)
+    counter = sharded.counter
+    before = dict(counter.totals)
+    with CommDebugMode() as debug:
+        for optimizer in sharded.optimizers:
+            optimizer.step()
+    assert dict(counter.totals) == before
+    return debug.get_total_counts(), len(sharded.routing.matrices)
+
+
+def test_the_step_does_not_communicate() -> None:
+    """Ours: zero collectives. The same counter sees one gather per matrix of the stock step."""
+    assert all(count == 0 for count, _ in run_ranks(_step_collectives, 2, "zero3"))
+    assert all(count == matrices > 0 for count, matrices in run_ranks(_step_collectives, 2, "stock"))
+
+
+def _plan_of_rank(world_size: int, planner: str) -> Any:
+    model = make_toy()
+    _, blocks = metas_of(model)
+    return make_plan(planner, blocks, set(route_toy(model).matrices), world_size)
+
+
+def _agree(bad_rank: int | None) -> None:
+    plan = _plan_of_rank(3, "role_greedy")
+    if dist.get_rank() == bad_rank:
+        block = plan.blocks[0]
+        shards = tuple(replace(s, dtype="float16") for s in block.shards)
+        plan = replace(plan, blocks=(replace(block, shards=shards), *plan.blocks[1:]))
+    agree_on_plan(plan)
+
+
+def test_plans_agree_or_every_rank_stops() -> None:
+    assert run_ranks(_agree, 3, None) == [None, None, None]
+    for name, message in run_ranks_expect_error(_agree, 3, 2):
+        assert name == "PlanDisagreementError"
+        assert "layers.0.norm.weight" in message and "float16" in message
+        fingerprint = _plan_of_rank(3, "role_greedy").fingerprint
+        assert fingerprint in message and message.count("fingerprint") == 1 and " has " in message
+
+
+def _clip(replicas: int) -> tuple[float, float, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(make_toy(), mesh_of(replicas, ranks), Run())
+    model = sharded.model
+    tokens, targets = batch(0)
+    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    loss_of(model, tokens[rows], targets[rows]).backward()
+    grads = [p.grad for p in model.parameters()]
+    total = torch.nn.utils.get_total_norm(grads, 2.0, False, True)
+    largest = torch.nn.utils.get_total_norm(grads, math.inf, False, True)
+    total, largest = (t.full_tensor() if isinstance(t, DTensor) else t for t in (total, largest))
+    torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.01, total, True)
+    after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], 2.0, False, True)
+    return total.item(), largest.item(), after.full_tensor().item()
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_gradient_norm_counts_each_element_once(ranks: int, replicas: int) -> None:
+    """Cases 5 and 24: owner and row-sharded parameters mixed, HSDP, one coefficient for all."""
+    oracle = make_toy()
+    loss_of(oracle, *batch(0)).backward()
+    flat = torch.cat([p.grad.flatten() for p in oracle.parameters()])
+    for total, largest, after in run_ranks(_clip, ranks, replicas):
+        assert total == pytest.approx(flat.norm().item(), rel=1e-13)
+        assert largest == pytest.approx(flat.abs().max().item(), rel=1e-13)
+        assert after == pytest.approx(0.01, rel=1e-4)  # torch divides by (norm + 1e-6)
+
+
+class Branching(Toy):
+    """Uses one of two matrices by the parity of the rank; a third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.layers[0] = Branch()
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Linear(DIM, DIM, bias=False)
+        self.odd = nn.Linear(DIM, DIM, bias=False)
+        self.dead = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.even if dist.get_rank() % 2 == 0 else self.odd)(x)
+
+
+def _branch_gradients() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    model = Branching().double()
+    sharded = shard_toy(model, mesh_of(1, 2), Run())
+    rank = dist.get_rank()
+    tokens, targets = batch(0)
+    loss_of(model, tokens[6 * rank : 6 * rank + 6], targets[6 * rank : 6 * rank + 6]).backward()
+    for optimizer in sharded.optimizers:
+        optimizer.step()
+    return {n: p.grad.full_tensor() for n, p in owner_parameters(model).items()}
+
+
+def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
+    """Case 21: branch on rank parity. The gradient is the other rank's, halved by the mean."""
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        torch.manual_seed(7)
+        model = Branching().double()
+        tokens, targets = batch(0)
+        x = model.embedding(tokens[6 * rank : 6 * rank + 6])
+        chosen = [model.layers[0].even, model.layers[0].odd][rank]
+        logits = model.head(model.norm(x + chosen(x)))
+        targets = targets[6 * rank : 6 * rank + 6]
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        expected[f"layers.0.{'even' if rank == 0 else 'odd'}.weight"] = chosen.weight.grad / 2
+    for grads in run_ranks(_branch_gradients, 2):
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
+        assert grads["layers.0.dead.weight"].abs().max() == 0
+
+
+def _frozen() -> tuple[float, int, dict[str, bool]]:
+    model = make_toy()
+    for name, param in model.named_parameters():
+        if "layers.1.up" in name or "layers.0.norm" in name:
+            param.requires_grad_(False)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(model, mesh_of(1, ranks), Run())
+    before = full_state(model)
+    train(sharded, Run(), 2, rank, ranks)
+    after = full_state(model)
+    kept = {n: torch.equal(before[n], after[n]) for n in before if n.startswith("layers")}
+    reduced = sharded.counter.total("reduce").sent_bytes
+    return reduced, sum(s.numel for s in _reduced_elsewhere(sharded, rank)) * 8 * 2, kept
+
+
+def _reduced_elsewhere(sharded: Sharded, rank: int) -> list[Any]:
+    shards = [s for block in sharded.plan.blocks for s in block.shards]
+    return [s.segment for s in shards if s.trainable and s.owner != rank]
+
+
+def test_frozen_parameters_are_gathered_but_never_reduced() -> None:
+    for reduced, expected, kept in run_ranks(_frozen, 2):
+        assert reduced == expected
+        for name, unchanged in kept.items():
+            frozen = "layers.1.up" in name or "layers.0.norm" in name
+            assert unchanged == frozen, name
+
+
+def _many_matrices(count: int) -> tuple[list[float], int]:
+    """``count`` one-matrix blocks: more ranks than roles in every block."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(6, 6, bias=False)) for _ in range(count)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+    torch.manual_seed(3)
+    model = Model().double()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(model, mesh_of(1, ranks), Run(planner="role_greedy"))
+    data = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(3):
+        sharded.optimizers[0].zero_grad()
+        rows = data[rank * 16 // ranks : (rank + 1) * 16 // ranks]
+        model(rows).square().mean().backward()
+        sharded.optimizers[0].step()
+    total = sum(p.full_tensor().sum() for p in model.parameters())
+    owned = sum(p.is_owner for p in owner_parameters(model).values())
+    return [total.item()], owned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 19])
+def test_ranks_that_own_nothing(count: int) -> None:
+    """Case 20: 5 and 19 matrices at W=8; nothing hangs, all ranks end with the same weights."""
+    results = run_ranks(_many_matrices, 8, count, timeout_s=240)
+    assert sum(owned for _, owned in results) == count
+    assert len({total[0] for total, _ in results}) == 1
+
+
+def _tied() -> tuple[bool, float]:
+    class Tied(Toy):
+        def __init__(self) -> None:
+            super().__init__(layers=1)
+            self.head.weight = self.embedding.weight
+
+    torch.manual_seed(7)
+    model = Tied().double()
+    torch.manual_seed(7)
+    oracle = Tied().double()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = mesh_of(1, ranks)
+    _, blocks = metas_of(model)
+    plan = make_plan("role_greedy", blocks, set(route_toy(model).matrices), ranks)
+    owner_shard(model.layers[0], plan.block("layers.0"), mesh=mesh, transport=transport_factory("p2p"))
+    fully_shard([model.embedding, model.norm, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    tokens, targets = batch(0)
+    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    loss_of(model, tokens[rows], targets[rows]).backward()
+    loss_of(oracle, tokens, targets).backward()
+    grad = model.embedding.weight.grad.full_tensor()
+    same = model.embedding.weight is model.head.weight
+    return same, (grad - oracle.embedding.weight.grad).abs().max().item()
+
+
+def test_tied_weights_keep_both_gradient_halves() -> None:
+    """Case 25: one parameter, and the gradient of both uses."""
+    for same, difference in run_ranks(_tied, 2):
+        assert same
+        assert difference < 1e-14
+
+
+def _refuse(what: str) -> None:
+    model = make_toy()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    _, blocks = metas_of(model)
+    world_size = 3 if what == "world size" else 2
+    plan = make_plan("role_greedy", blocks, set(route_toy(model).matrices), world_size)
+    options: dict[str, Any] = {"mesh": mesh, "transport": transport_factory("p2p")}
+    layer = model.layers[0]
+    if what == "integer reshard":
+        options["reshard_after_forward"] = 2
+    elif what == "float16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float16)
+    elif what == "extra parameter":
+        layer.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+    elif what == "mixed dtypes":
+        layer.up.weight.data = layer.up.weight.data.float()
+    elif what == "frozen later":
+        layer.up.weight.requires_grad_(False)
+    owner_shard(layer, plan.block("layers.0"), **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "fragment"),
+    [
+        ("integer reshard", "reshard_after_forward=2"),
+        ("float16", "float16 mixed precision"),
+        ("world size", "planned for 3 ranks, but the mesh shards over 2"),
+        ("extra parameter", "layers.0.extra"),
+        ("mixed dtypes", "several dtypes"),
+        ("frozen later", "layers.0.up.weight: requires_grad is False"),
+    ],
+)
+def test_refusals_name_the_block_and_happen_on_every_rank(what: str, fragment: str) -> None:
+    for name, message in run_ranks_expect_error(_refuse, 2, what):
+        assert name in ("NotImplementedError", "ValueError")
+        assert "layers.0" in message and fragment in message
+
+
+def _fail_closed() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    rank = dist.get_rank()
+    value = torch.arange(12.0).view(3, 4)
+    tensor = OwnerDTensor.wrap(value if rank == 1 else value[:0], mesh, 1, value.shape)
+    assert torch.equal(tensor.full_tensor(), value)
+    doubled = (tensor * 2 + tensor).full_tensor()
+    assert torch.equal(doubled, value * 3)
+    assert pickle.loads(pickle.dumps(Owner(1))) == Owner(1) != Owner(0)
+    refused = []
+    for name, operation in {
+        "matmul": lambda: tensor @ tensor.T,
+        "view": lambda: tensor.view(-1),
+        "row": lambda: tensor[0],
+        "sum": lambda: tensor.sum(),
+        "plain operand": lambda: tensor + value,
+        "other owner": lambda: tensor
+        + OwnerDTensor.wrap(value if rank == 0 else value[:0], mesh, 0, value.shape),
+        "redistribute": lambda: tensor.redistribute(placements=[torch.distributed.tensor.Shard(0)]),
+        "randn_like": lambda: torch.randn_like(tensor),
+    }.items():
+        try:
+            operation()
+        except NotImplementedError:
+            refused.append(name)
+    return refused
+
+
+def test_operators_without_a_shardwise_meaning_raise() -> None:
+    """An owner DTensor computes elementwise, and never redistributes behind the caller's back."""
+    expected = ["matmul", "view", "row", "sum", "plain operand", "other owner", "redistribute"]
+    assert run_ranks(_fail_closed, 2) == [[*expected, "randn_like"]] * 2
+
+
+def _mixed_precision() -> tuple[str, str, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run = Run(mp_policy=policy, ns_dtype=torch.float32)
+    seen: list[str] = []
+    model = make_toy(torch.float32)
+    sharded = shard_toy(model, mesh_of(1, ranks), run)
+    model.layers[0].register_forward_pre_hook(
+        lambda module, args: seen.append(str(module.up.weight.dtype))
+    )
+    sharded.counter.reset()
+    train(sharded, run, 1, rank, ranks)
+    gathered = sharded.counter.total("gather").sent_bytes
+    reduced = sharded.counter.total("reduce").sent_bytes
+    owned = sum(b.owned_numel(rank) for b in sharded.plan.blocks)
+    total = sum(b.numel for b in sharded.plan.blocks)
+    assert gathered == 2 * (ranks - 1) * owned * 2, "two gathers in bfloat16"
+    assert reduced == (total - owned) * 4, "one reduction in float32"
+    grad = next(iter(owner_parameters(model).values())).grad
+    return seen[0], str(grad.dtype), max_difference(model, train_oracle(1, 1, torch.float32))
+
+
+def test_mixed_precision_gathers_and_reduces_in_its_dtypes() -> None:
+    for parameter, grad, difference in run_ranks(_mixed_precision, 2):
+        assert parameter == "torch.bfloat16"
+        assert grad == "torch.float32"
+        # One step of lr 0.02 x 0.2 sqrt(33) on orthogonal directions: bf16 gradients turn them by
+        # a few percent, so weights differ by far less than one step, and by far more than float32.
+        assert 1e-6 < difference < 2e-2
+
+
+def _non_contiguous() -> float:
+    block = Block().double()
+    block.mix.weight = nn.Parameter(block.mix.weight.detach().T.contiguous().T)
+    assert not block.mix.weight.is_contiguous()
+    reference = block.mix.weight.detach().clone()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([block])
+
+    model = Model()
+    _, blocks = metas_of(model)
+    plan = make_plan("role_greedy", blocks, set(), 2)
+    dist.broadcast(reference, 0)
+    with torch.no_grad():
+        block.mix.weight.copy_(reference)
+    owner_shard(
+        block, plan.block("layers.0"), mesh=mesh_of(1, 2), transport=transport_factory("p2p")
+    )
+    return (block.mix.weight.full_tensor() - reference).abs().max().item()
+
+
+def test_strides_are_irrelevant() -> None:
+    """Case 27: a transposed weight keeps its values."""
+    assert run_ranks(_non_contiguous, 2) == [0.0, 0.0]
+
+
+def _groups() -> tuple[list[float], float, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(make_toy(), mesh_of(1, ranks), Run())
+    model = sharded.model
+    named = list(model.named_parameters())
+    decayed = [p for n, p in named if p.ndim == 1 and "norm" not in n]
+    kept = [p for n, p in named if "norm" in n]
+
+    def adamw(groups, of_local):
+        from torchtitan_matrixfsdp.optim import create_adam_state
+
+        optimizer = torch.optim.AdamW(groups, **{**ADAMW, "weight_decay": 0.5})
+        create_adam_state(optimizer)
+        return optimizer
+
+    optimizer = LocalStepOptimizer(
+        [{"params": decayed}, {"params": kept, "weight_decay": 0.0}], adamw
+    )
+    matrices = LocalStepOptimizer(
+        [p for n, p in named if p.ndim == 2 and n.startswith("layers")],
+        lambda groups, of_local: Muon(groups, lr=0.0, ns_dtype=torch.float64),
+    )
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+    norms = []
+    before = full_state(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        matrices.zero_grad()
+        model.zero_grad()
+        tokens, targets = batch(0)
+        rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+        loss_of(model, tokens[rows], targets[rows]).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], 2.0, False, True)
+        norms.append(norm.full_tensor().item())
+        optimizer.step()
+        matrices.step()
+    after = full_state(model)
+    moved = max((after[n] - before[n]).abs().max().item() for n in after)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
+    for p in [*decayed, *kept]:
+        p.grad.zero_()
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][name].zero_()
+    before = full_state(model)
+    optimizer.step()
+    after = full_state(model)
+    drift = max((after[n] - before[n]).abs().max().item() for n, _ in named if "norm" in n)
+    ratio = (after["layers.0.mix.bias"] / before["layers.0.mix.bias"]).mean().item()
+    return norms + [moved], drift, ratio
+
+
+def test_zero_grad_and_the_callers_groups_are_honoured() -> None:
+    """Case 28: lr 0 on the same batch gives the same gradient three times; no-decay groups hold."""
+    for (first, second, third, moved), drift, ratio in run_ranks(_groups, 2):
+        assert first == second == third
+        assert moved == 0.0
+        assert drift == 0.0
+        assert ratio == pytest.approx(0.5)

@@ -1,0 +1,115 @@
+"""Run the real TorchTitan trainer on the ranks of the harness, several jobs one after another."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support import ROOT, CorpusPaths
+from torchtitan_matrixfsdp.cpu_device import use_cpu_device
+from torchtitan_matrixfsdp.layout import canonical_fqn
+
+CONFIG = ROOT / "train_configs" / "debug_muon.toml"
+
+
+@dataclass
+class Record:
+    """What one rank saw of a job."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    initial: dict[str, str] = field(default_factory=dict)
+    final: dict[str, str] = field(default_factory=dict)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A hash of a tensor's exact values, shape and dtype."""
+    content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16] + f" {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter whole on every rank, by canonical name; a collective."""
+    return {
+        canonical_fqn(name): p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        for name, p in model.named_parameters()
+    }
+
+
+def add_tiny_flavors() -> None:
+    """A flavor ``tiny`` of each model: the debug model's depth of Newton-Schulz work is minutes."""
+    from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+    from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
+
+    llama3_args.setdefault(
+        "tiny", TransformerModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32)
+    )
+    qwen3_args.setdefault(
+        "tiny",
+        Qwen3ModelArgs(
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=16,
+            hidden_dim=160,
+            qk_norm=True,
+            enable_weight_tying=True,
+        ),
+    )
+
+
+def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Any:
+    """A real trainer for the debug configuration with command-line overrides."""
+    use_cpu_device()
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    add_tiny_flavors()
+    config = ConfigManager().parse_args(
+        [
+            "--job.config_file",
+            str(CONFIG),
+            f"--job.dump_folder={dump_folder}",
+            f"--training.dataset_path={corpus.corpus}",
+            f"--model.hf_assets_path={corpus.tokenizer}",
+            "--metrics.no-enable-tensorboard",
+            "--checkpoint.no-enable",
+            "--model.flavor=tiny",
+            *overrides,
+        ]
+    )
+    return Trainer(config)
+
+
+def record_metrics(trainer: Any) -> Record:
+    """Collect what the trainer logs, through its own logger interface."""
+    from torchtitan.components.metrics import BaseLogger
+
+    record = Record()
+
+    class Recorder(BaseLogger):
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            record.losses.append(metrics["loss_metrics/global_avg_loss"])
+            record.norms.append(metrics["grad_norm"])
+            record.metrics.append(dict(metrics))
+
+    trainer.metrics_processor.logger = Recorder()
+    return record
+
+
+def run_job(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Record:
+    """Train one job to its end; digests of all weights before and after."""
+    trainer = build_trainer(overrides, corpus, dump_folder)
+    record = record_metrics(trainer)
+    (model,) = trainer.model_parts
+    record.initial = {n: digest(w) for n, w in whole_weights(model).items()}
+    trainer.train()
+    record.final = {n: digest(w) for n, w in whole_weights(model).items()}
+    trainer.close()
+    return record
