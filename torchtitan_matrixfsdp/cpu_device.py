@@ -18,12 +18,16 @@ import re
 import resource
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 _DEVICE_NAMES = ("device_type", "device_module")
 
@@ -198,6 +202,48 @@ def _set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    ep_enabled: bool = False,
+) -> torch.Tensor:
+    """TorchTitan's function of this name with norms accumulated in float64.
+
+    torch's CPU kernel adds squares one after another in float32: the norm of half a million
+    elements is off by 5e-6, and by 1e-4 where most of them are tiny, as in an embedding's
+    gradient. The error depends on how a tensor is cut into shards, so the clipping of the same
+    gradient would depend on the layout. A GPU's tree reduction has no such error.
+
+    Raises:
+        NotImplementedError: expert parallelism, which does not run on CPU.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if ep_enabled:
+        raise NotImplementedError("parallelism.expert_parallel_degree > 1 does not run on CPU")
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [p.grad for p in params if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if isinstance(total, DTensor):
+        total = total.full_tensor()  # adds up over the ranks that hold shards
+    if pp_mesh is not None:
+        is_max = math.isinf(norm_type)
+        power = total if is_max else total**norm_type
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=op, group=pp_mesh.get_group())
+        total = power if is_max else power ** (1.0 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the total gradient norm of order {norm_type} is {total.item()}")
+    total = total.float()
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
+    return total
+
+
 class _DropPeakFlops(logging.Filter):
     """Drops the line in which the trainer names the peak FLOPS behind its MFU.
 
@@ -216,6 +262,11 @@ def _silence_known_warnings() -> None:
     )
     # DTensor has no generator of its own for the CPU. Our models don't rely on it: they draw their
     # initial weights at full size (the runtime's initialisation says how).
+    # Without FSDP TorchTitan enters autocast whatever the dtype; for float32 torch says that this
+    # does nothing, which is what training.mixed_precision_param = "float32" asks for.
+    warnings.filterwarnings(
+        "ignore", message="CPU Autocast only supports dtypes of", module=r"torchtitan\.|torch\."
+    )
     warnings.filterwarnings(
         "ignore",
         message=r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
@@ -263,5 +314,6 @@ def use_cpu_device() -> None:
     from torchtitan.tools.logging import logger
 
     dist_utils.set_pg_timeouts = _set_pg_timeouts
+    dist_utils.clip_grad_norm_ = clip_grad_norm_
     logger.addFilter(_DropPeakFlops())
     _silence_known_warnings()

@@ -82,7 +82,10 @@ def _account(run: Run, replicas: int) -> dict[str, tuple[int, int]]:
     moments = [adamw.state[p][k] for p in tails for k in ("exp_avg", "exp_avg_sq")]
     return {
         "parameters": (_storage_bytes(list(owners.values())), plan.owned_bytes(shard_rank)),
-        "gradients": (_storage_bytes([p.grad for p in owners.values()]), plan.owned_bytes(shard_rank)),
+        "gradients": (
+            _storage_bytes([p.grad for p in owners.values()]),
+            plan.owned_bytes(shard_rank),
+        ),
         "momentum": (_storage_bytes(momentum), planned(RoleKind.MATRIX)),
         "AdamW moments": (_storage_bytes(moments), 2 * planned(RoleKind.TAIL)),
         "unsharded parameters": (_storage_bytes(outputs), 0),
@@ -115,14 +118,18 @@ def _traffic(run: Run) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
         expected_bytes = expected_messages = closed_form = 0
         for block in sharded.plan.blocks:
             transport = factory(block, rank, TrafficCounter())
-            predict = transport.predict_gather if operation == "gather" else transport.predict_reduce
+            predict = (
+                transport.predict_gather if operation == "gather" else transport.predict_reduce
+            )
             expected_bytes += times * predict(itemsize).sent_bytes
             expected_messages += times * predict(itemsize).messages
             owned = block.owned_numel(rank)
             elements = (ranks - 1) * owned if operation == "gather" else block.numel - owned
             closed_form += times * elements * itemsize
         counted = sharded.counter.total(operation)
-        rows.append((operation, (counted.sent_bytes, counted.messages), (expected_bytes, expected_messages)))
+        rows.append(
+            (operation, (counted.sent_bytes, counted.messages), (expected_bytes, expected_messages))
+        )
         rows.append((operation + " closed form", (counted.sent_bytes, 0), (closed_form, 0)))
     return rows
 
@@ -153,7 +160,9 @@ def _step_collectives(mode: str) -> tuple[int, int]:
 def test_the_step_does_not_communicate() -> None:
     """Ours: zero collectives. The same counter sees one gather per matrix of the stock step."""
     assert all(count == 0 for count, _ in run_ranks(_step_collectives, 2, "zero3"))
-    assert all(count == matrices > 0 for count, matrices in run_ranks(_step_collectives, 2, "stock"))
+    assert all(
+        count == matrices > 0 for count, matrices in run_ranks(_step_collectives, 2, "stock")
+    )
 
 
 def _plan_of_rank(world_size: int, planner: str) -> Any:
@@ -339,7 +348,9 @@ def _tied() -> tuple[bool, float]:
     mesh = mesh_of(1, ranks)
     _, blocks = metas_of(model)
     plan = make_plan("role_greedy", blocks, set(route_toy(model).matrices), ranks)
-    owner_shard(model.layers[0], plan.block("layers.0"), mesh=mesh, transport=transport_factory("p2p"))
+    owner_shard(
+        model.layers[0], plan.block("layers.0"), mesh=mesh, transport=transport_factory("p2p")
+    )
     fully_shard([model.embedding, model.norm, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
@@ -415,8 +426,9 @@ def _fail_closed() -> list[str]:
         "row": lambda: tensor[0],
         "sum": lambda: tensor.sum(),
         "plain operand": lambda: tensor + value,
-        "other owner": lambda: tensor
-        + OwnerDTensor.wrap(value if rank == 0 else value[:0], mesh, 0, value.shape),
+        "other owner": lambda: (
+            tensor + OwnerDTensor.wrap(value if rank == 0 else value[:0], mesh, 0, value.shape)
+        ),
         "redistribute": lambda: tensor.redistribute(placements=[torch.distributed.tensor.Shard(0)]),
         "randn_like": lambda: torch.randn_like(tensor),
     }.items():
@@ -540,7 +552,7 @@ def _groups() -> tuple[list[float], float, float]:
     after = full_state(model)
     drift = max((after[n] - before[n]).abs().max().item() for n, _ in named if "norm" in n)
     ratio = (after["layers.0.mix.bias"] / before["layers.0.mix.bias"]).mean().item()
-    return norms + [moved], drift, ratio
+    return [*norms, moved], drift, ratio
 
 
 def test_zero_grad_and_the_callers_groups_are_honoured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn as nn
@@ -159,8 +160,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
     if run.explicit_prefetch:
-        layers = list(model.layers)
-        for here, after in zip(layers, layers[1:], strict=False):
+        for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
     return Sharded(model, plan, make_optimizers(model, routing, run), counter, routing)
@@ -207,7 +207,9 @@ def train_oracle(steps: int, accumulation: int, dtype: torch.dtype = torch.float
     """One process, the whole batch, plain tensors, independent maths."""
     model = make_toy(dtype)
     matrices = [p for n, p in model.named_parameters() if n.startswith("layers") and p.ndim == 2]
-    others = [p for n, p in model.named_parameters() if not (n.startswith("layers") and p.ndim == 2)]
+    others = [
+        p for n, p in model.named_parameters() if not (n.startswith("layers") and p.ndim == 2)
+    ]
     muon = OracleMuon(matrices, **MUON)
     adamw = torch.optim.AdamW(others, **ADAMW)
     for step in range(steps):
@@ -244,6 +246,4 @@ def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
 
 
 def owner_parameters(model: nn.Module) -> dict[str, OwnerDTensor]:
-    return {
-        canonical_fqn(n): p for n, p in model.named_parameters() if isinstance(p, OwnerDTensor)
-    }
+    return {canonical_fqn(n): p for n, p in model.named_parameters() if isinstance(p, OwnerDTensor)}

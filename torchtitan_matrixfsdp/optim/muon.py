@@ -13,9 +13,8 @@ With gradient :math:`g`, momentum buffer :math:`B`, :math:`\mu` = ``momentum``, 
 The decay uses the base learning rate, not the adjusted one. :math:`s` is ``adjust_lr``:
 
 - ``original`` (Jordan): :math:`\sqrt{\max(1, \text{out}/\text{in})}`;
-- ``match_rms_adamw`` (Moonlight, arXiv 2502.16982, eq. 4): :math:`0.2\sqrt{\max(\text{out}, \text{in})}`,
-  which gives the update the RMS of a typical AdamW step, so that AdamW's learning rate and decay
-  carry over.
+- ``match_rms_adamw`` (Moonlight, arXiv 2502.16982): :math:`0.2\sqrt{\max(\text{out}, \text{in})}`.
+  The update then has the RMS of a typical AdamW step, and AdamW's rate and decay carry over.
 
 The one difference from ``torch.optim.Muon``: the orthogonalisation is scale-invariant down to
 1e-30 (see :mod:`~torchtitan_matrixfsdp.optim.newton_schulz`), and its dtype can be chosen.
@@ -82,9 +81,9 @@ class Muon(Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         adjust_lr: str = "match_rms_adamw",
     ) -> None:
-        if lr < 0:
+        if not lr >= 0:  # NaN too
             raise ValueError(f"lr: received {lr}; legal: >= 0")
-        if weight_decay < 0:
+        if not weight_decay >= 0:
             raise ValueError(f"weight_decay: received {weight_decay}; legal: >= 0")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum: received {momentum}; legal: 0 <= momentum < 1")
@@ -126,9 +125,7 @@ class Muon(Optimizer):
                     self._update(param, param.grad, group)
         return loss
 
-    def _update(
-        self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         momentum = group["momentum"]
         buffer = self.state[param]["momentum_buffer"]
         buffer.lerp_(grad, 1 - momentum)
@@ -139,13 +136,12 @@ class Muon(Optimizer):
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(direction, alpha=-lr * scale)
 
-    def _orthogonalise(
-        self, param: torch.Tensor, update: torch.Tensor, steps: int
-    ) -> torch.Tensor:
+    def _orthogonalise(self, param: torch.Tensor, update: torch.Tensor, steps: int) -> torch.Tensor:
         """This rank's part of the orthogonalised ``update``, of its shape."""
         if update.numel() == 0:
             return update
         return newton_schulz(update, steps=steps, compute_dtype=self._ns_dtype)
 
     def _logical_shape(self, param: torch.Tensor) -> tuple[int, int]:
-        return (param.shape[0] or 1, param.shape[1])
+        # Nothing of an empty matrix is scaled; its width must only not be divided by.
+        return (param.shape[0], param.shape[1] or 1)

@@ -34,9 +34,7 @@ class GatherMuon(Muon):
         self._of_local = of_local
         super().__init__(params, **options)
 
-    def _orthogonalise(
-        self, param: torch.Tensor, update: torch.Tensor, steps: int
-    ) -> torch.Tensor:
+    def _orthogonalise(self, param: torch.Tensor, update: torch.Tensor, steps: int) -> torch.Tensor:
         whole_param = self._of_local[param]
         if not isinstance(whole_param, DTensor):
             return super()._orthogonalise(param, update, steps)

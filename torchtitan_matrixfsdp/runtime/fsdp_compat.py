@@ -16,6 +16,7 @@ another minor version fails at import with the supported range.
 
 from __future__ import annotations
 
+import dis
 import types
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +123,8 @@ def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., A
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
+    # Not co_names, which holds attribute names as well.
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _global_names(constant)

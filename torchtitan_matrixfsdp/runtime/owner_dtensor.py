@@ -129,7 +129,7 @@ class OwnerDTensor(DTensor):
     @classmethod
     def from_spec(cls, local: torch.Tensor, spec: DTensorSpec) -> OwnerDTensor:
         """An owner DTensor over ``local`` with an existing spec."""
-        return cls(local, spec, requires_grad=False)  # type: ignore[call-arg, no-any-return]
+        return cls(local, spec, requires_grad=False)
 
     def like(self, local: torch.Tensor) -> OwnerDTensor:
         """``local`` (of this tensor's local shape, any dtype) as a tensor of the same layout."""
@@ -162,9 +162,7 @@ class OwnerDTensor(DTensor):
             ".to_local() for this rank's part or .full_tensor() to gather it on every rank."
         )
 
-    def full_tensor(  # type: ignore[override]
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank of the shard group: one explicit broadcast.
 
         Not differentiable; every rank of the group must call it.
@@ -175,7 +173,7 @@ class OwnerDTensor(DTensor):
         dist.broadcast(whole, group=group, group_src=self.owner)
         return whole
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -218,9 +216,7 @@ class OwnerDTensor(DTensor):
         return local_of(self)
 
 
-def draw_whole(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def draw_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run an in-place random operator on the DTensor ``args[0]`` as a single process would:
     draw the whole tensor, keep this rank's part. Meta tensors draw nothing."""
     target: DTensor = args[0]
@@ -304,9 +300,7 @@ def _require_same_layout(
     return first
 
 
-def _elementwise(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
     like = _require_same_layout(func, tensors)
     out = func(*tree_map(_to_local, args), **tree_map(_to_local, kwargs))
@@ -358,7 +352,7 @@ def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         spec = spec_of(value)
         placements = tuple(Shard(0) if isinstance(p, Owner) else p for p in spec.placements)
         row_spec = make_spec(spec.mesh, placements, value.shape, value.dtype)
-        return DTensor(local, row_spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, row_spec, requires_grad=False)
 
     return func(*tree_map(as_row_shards, args), **tree_map(as_row_shards, kwargs))
 
@@ -371,5 +365,3 @@ def _any_on_owner(tensor: OwnerDTensor) -> torch.Tensor:
     mesh = tensor.device_mesh
     dist.broadcast(verdict, group=mesh.get_group(mesh.ndim - 1), group_src=tensor.owner)
     return verdict[0].bool()
-
-

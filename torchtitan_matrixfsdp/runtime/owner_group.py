@@ -36,6 +36,7 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
 
+
 class PendingWorks(dist.Work):
     """Several started works as one, for FSDP2 code that waits for a single handle."""
 
@@ -67,9 +68,7 @@ class OwnerComm(AllGather, ReduceScatter):
         self.gather_transport = transport(self.block, rank, counter)
         self.reduce_transport = transport(self.grad_block, rank, counter)
 
-    def allocate(
-        self, size: Any, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

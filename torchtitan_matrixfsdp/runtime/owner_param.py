@@ -13,6 +13,7 @@ FSDP2's own note names the tensors of a parameter; for an owner parameter they a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -46,7 +47,7 @@ class OwnerParam(FSDPParam):
     is_owner: bool
 
     @torch.no_grad()
-    def _init_sharded_param(
+    def _init_sharded_param(  # type: ignore[override]
         self,
         param: nn.Parameter,
         device: torch.device,
@@ -89,9 +90,7 @@ class OwnerParam(FSDPParam):
         self._sharding_spec = make_spec(
             self._spmd_mesh, self._spmd_placements, param.size(), param.dtype
         )
-        self.sharded_size = (
-            param.size() if self.is_owner else torch.Size([0, *param.shape[1:]])
-        )
+        self.sharded_size = param.size() if self.is_owner else torch.Size([0, *param.shape[1:]])
         self.contiguous_sharded_stride = contiguous_strides(self.sharded_size)
         self.padded_sharded_param_size = self.sharded_size
         if self.is_owner:
@@ -138,14 +137,14 @@ class OwnerParam(FSDPParam):
     def reset_sharded_param(self) -> None:
         """Pick up a local tensor that ``to_empty`` or ``load_state_dict`` has replaced."""
         module_info = self._module_info
-        current = module_info.module._parameters[module_info.param_name]
+        current: Any = module_info.module._parameters[module_info.param_name]
         if not isinstance(current, OwnerDTensor):
             raise TypeError(
                 f"{self.shard.fqn}: expected an owner DTensor on the module, found "
                 f"{type(current).__name__}. Load owner-shaped state with torch.distributed."
                 "checkpoint, which reshards on load."
             )
-        self.sharded_param = current  # type: ignore[assignment]
+        self.sharded_param = current
         local = local_of(current)
         if local.is_meta:
             return

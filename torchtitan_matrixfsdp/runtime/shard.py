@@ -82,7 +82,9 @@ def owner_shard(
     device = (
         torch.device(mesh.device_type)
         if mesh.device_type == "cpu"
-        else torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+        else torch.device(
+            mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+        )
     )
     group = OwnerParamGroup(
         list(params),

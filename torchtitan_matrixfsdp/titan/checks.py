@@ -1,4 +1,4 @@
-"""Checks of configuration values; each error names the key, the value, what is legal, the remedy."""
+"""Checks of configuration values. Each error names key, value, what is legal and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from typeguard import TypeCheckError, check_type
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 
 class ConfigError(ValueError):
@@ -30,7 +30,10 @@ def check_field_types(section: Any, prefix: str) -> None:
             check_field_types(value, key)
             continue
         try:
-            check_type(value, spec.type)
+            # By default only the first item of a list is looked at.
+            check_type(
+                value, spec.type, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS
+            )
         except TypeCheckError:
             legal = spec.type.__name__ if isinstance(spec.type, type) else str(spec.type)
             _fail(key, value, f"a value of type {legal}", "write it without quotes or change it")

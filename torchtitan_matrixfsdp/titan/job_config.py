@@ -49,7 +49,7 @@ class MatrixOptimizer:
     """The optimizer of the routed 2D weights. Everything else is on ``[optimizer]``."""
 
     name: str = "Muon"
-    """"Muon", or "AdamW" (the matrices too, in the owner layout, with [optimizer]'s betas and eps)."""
+    """"Muon" or "AdamW" (the matrices too, in the owner layout, with [optimizer]'s betas, eps)."""
 
     lr: float = 0.02
     """Learning rate at the top of the schedule, >= 0."""

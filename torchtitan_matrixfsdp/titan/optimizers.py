@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger

@@ -33,7 +33,6 @@ from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
     ParamMeta,
-    Routing,
     canonical_fqn,
     make_plan,
     route,
@@ -173,9 +172,7 @@ def _apply_fsdp(
             module.set_reduce_scatter_unused_params(True)
 
 
-def _log_setup(
-    setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: ParallelDims
-) -> None:
+def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: ParallelDims) -> None:
     routing, plan = setup.routing, setup.plan
     sections = {
         "owner_fsdp": asdict(owner_fsdp_of(job_config)),
@@ -212,7 +209,9 @@ def _log_setup(
         )
     idle = [rank for rank, size in enumerate(owned) if size == 0]
     if idle:
-        logger.warning(f"{len(idle)} of {plan.world_size} ranks own no block parameter: {_some(idle)}")
+        logger.warning(
+            f"{len(idle)} of {plan.world_size} ranks own no block parameter: {_some(idle)}"
+        )
 
 
 def _describe_unplanned(parallel_dims: ParallelDims) -> str:

@@ -83,28 +83,66 @@ def _check_optimizer(config: TitanJobConfig) -> None:
 def _refuse_unsupported(config: TitanJobConfig) -> None:
     parallelism, training = config.parallelism, config.training
     refused: list[tuple[str, Any, bool, str]] = [
-        ("parallelism.tensor_parallel_degree", parallelism.tensor_parallel_degree,
-         parallelism.tensor_parallel_degree != 1, "set it to 1"),
-        ("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree,
-         parallelism.pipeline_parallel_degree != 1, "set it to 1"),
-        ("parallelism.context_parallel_degree", parallelism.context_parallel_degree,
-         parallelism.context_parallel_degree != 1, "set it to 1"),
-        ("parallelism.expert_parallel_degree", parallelism.expert_parallel_degree,
-         parallelism.expert_parallel_degree != 1, "set it to 1"),
-        ("training.enable_cpu_offload", training.enable_cpu_offload,
-         training.enable_cpu_offload, "set it to false"),
-        ("compile.enable", config.compile.enable,
-         config.compile.enable and "model" in config.compile.components,
-         'set it to false, or compile.components = ["loss"]'),
-        ("activation_checkpoint.mode", config.activation_checkpoint.mode,
-         config.activation_checkpoint.mode == "memory_budget",
-         'it needs torch.compile; set "none", "selective" or "full"'),
-        ("model.converters (float8, mx)", config.model.converters,
-         bool(config.model.converters), "set it to []"),
-        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward,
-         config.optimizer.early_step_in_backward, "set it to false"),
-        ("fault_tolerance.enable", config.fault_tolerance.enable,
-         config.fault_tolerance.enable, "set it to false"),
+        (
+            "parallelism.tensor_parallel_degree",
+            parallelism.tensor_parallel_degree,
+            parallelism.tensor_parallel_degree != 1,
+            "set it to 1",
+        ),
+        (
+            "parallelism.pipeline_parallel_degree",
+            parallelism.pipeline_parallel_degree,
+            parallelism.pipeline_parallel_degree != 1,
+            "set it to 1",
+        ),
+        (
+            "parallelism.context_parallel_degree",
+            parallelism.context_parallel_degree,
+            parallelism.context_parallel_degree != 1,
+            "set it to 1",
+        ),
+        (
+            "parallelism.expert_parallel_degree",
+            parallelism.expert_parallel_degree,
+            parallelism.expert_parallel_degree != 1,
+            "set it to 1",
+        ),
+        (
+            "training.enable_cpu_offload",
+            training.enable_cpu_offload,
+            training.enable_cpu_offload,
+            "set it to false",
+        ),
+        (
+            "compile.enable",
+            config.compile.enable,
+            config.compile.enable and "model" in config.compile.components,
+            'set it to false, or compile.components = ["loss"]',
+        ),
+        (
+            "activation_checkpoint.mode",
+            config.activation_checkpoint.mode,
+            config.activation_checkpoint.mode == "memory_budget",
+            'it needs torch.compile; set "none", "selective" or "full"',
+        ),
+        (
+            "model.converters (float8, mx)",
+            config.model.converters,
+            bool(config.model.converters),
+            "set it to []",
+        ),
+        (
+            "optimizer.early_step_in_backward",
+            config.optimizer.early_step_in_backward,
+            config.optimizer.early_step_in_backward,
+            "set it to false",
+        ),
+        (
+            "fault_tolerance.enable",
+            config.fault_tolerance.enable,
+            config.fault_tolerance.enable,
+            "set it to false",
+        ),
     ]
     for key, value, is_refused, remedy in refused:
         if is_refused:
