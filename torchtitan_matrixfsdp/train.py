@@ -42,9 +42,13 @@ def main() -> None:
     from torchtitan import train
     from torchtitan.tools.logging import logger
 
+    from torchtitan_matrixfsdp.titan.trainer import OwnerTrainer
+    from torchtitan_matrixfsdp.titan.validation import check_toml_file
+
     logger.addFilter(_NoTraceback())
     try:
-        train.main(train.Trainer)
+        check_toml_file(sys.argv[1:])
+        train.main(OwnerTrainer)
     except Exception as error:
         message = _mistake(error, train.__file__)
         if message is None:

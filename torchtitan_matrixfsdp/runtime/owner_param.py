@@ -144,7 +144,7 @@ class OwnerParam(FSDPParam):
                 f"{type(current).__name__}. Load owner-shaped state with torch.distributed."
                 "checkpoint, which reshards on load."
             )
-        self.sharded_param = current
+        self.sharded_param = current  # type: ignore[assignment]
         local = local_of(current)
         if local.is_meta:
             return

@@ -22,6 +22,7 @@ from torchtitan_matrixfsdp.titan.validation import validate_job_config
 
 LLAMA3 = "llama3_owner"
 QWEN3 = "qwen3_owner"
+MODEL_NAMES = (LLAMA3, QWEN3)
 
 
 def dense_flavors(name: str) -> Mapping[str, BaseModelArgs]:

@@ -7,15 +7,21 @@ by then, but no model, and every rank computes the same verdict.
 
 from __future__ import annotations
 
-from dataclasses import fields
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.config import JobConfig as TitanJobConfig
 
+from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
-from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer, OwnerFSDP
+from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
 
 
 def owner_fsdp_of(config: TitanJobConfig) -> OwnerFSDP:
@@ -36,6 +42,51 @@ def _section(config: TitanJobConfig, name: str, cls: type[Any]) -> Any:
             '"torchtitan_matrixfsdp.titan.job_config" in the TOML file.'
         )
     return found
+
+
+def check_toml_file(arguments: list[str]) -> None:
+    """Check the keys of the file that ``--job.config_file`` names, if it uses our sections.
+
+    TorchTitan finds unknown keys too, and names them without the legal ones. A file that cannot be
+    read is left to TorchTitan to report.
+
+    Raises:
+        ConfigError: see :func:`check_toml_keys`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--job.config_file", "--job.config-file", dest="path")
+    path = parser.parse_known_args(arguments)[0].path
+    try:
+        toml = tomllib.loads(Path(path).read_text()) if path else {}
+    except (OSError, tomllib.TOMLDecodeError):
+        return
+    if toml.get("job", {}).get("custom_config_module") == job_config.__name__:
+        check_toml_keys(toml)
+
+
+def check_toml_keys(toml: Mapping[str, Any]) -> None:
+    """Check that every key of a parsed TOML file exists, in TorchTitan's sections or ours.
+
+    Raises:
+        ConfigError: naming the key, the legal ones and the closest of them.
+    """
+    sections = {f.name: f.type for cls in (TitanJobConfig, JobConfig) for f in fields(cls)}
+    _check_keys("", toml, sections)
+
+
+def _check_keys(prefix: str, table: Mapping[str, Any], legal: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if name not in legal:
+            close = difflib.get_close_matches(name, legal, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else "remove it."
+            what = "section" if not prefix else "key"
+            raise ConfigError(
+                f"{key}: unknown {what}, received {value!r}; legal: {sorted(legal)}; {hint}"
+            )
+        inner = legal[name]
+        if isinstance(value, Mapping) and is_dataclass(inner):
+            _check_keys(f"{key}.", value, {f.name: f.type for f in fields(inner)})
 
 
 def validate_job_config(
@@ -136,6 +187,12 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
             config.optimizer.early_step_in_backward,
             config.optimizer.early_step_in_backward,
             "set it to false",
+        ),
+        (
+            "profiling.enable_profiling",
+            config.profiling.enable_profiling,
+            config.profiling.enable_profiling and not torch.accelerator.is_available(),
+            "set it to false (TorchTitan 0.2.2 cannot profile on CPU)",
         ),
         (
             "fault_tolerance.enable",

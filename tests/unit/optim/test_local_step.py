@@ -235,6 +235,21 @@ def test_loading_continues_to_the_bit(implementation: str, assign: bool) -> None
 
 
 @pytest.mark.parametrize("make", [local_adamw, local_muon])
+def test_nothing_is_stored_twice(make: Any) -> None:
+    """Weights and state have one storage, whoever looks, from construction on."""
+    param = make_params()[0]
+    optimizer = make([param], lr=0.01)
+    for step in range(2):
+        (local,) = optimizer.inner.param_groups[0]["params"]
+        assert local.data_ptr() == param.data_ptr()
+        shown, inner = optimizer.state[param], optimizer.inner.state[local]
+        assert shown.keys() == inner.keys()
+        assert all(shown[name].data_ptr() == inner[name].data_ptr() for name in inner)
+        set_grads([param], step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [local_adamw, local_muon])
 def test_reading_the_state_changes_nothing(make: Any) -> None:
     """Case 10: neither before the first step nor later, by hand or as a checkpoint reads it."""
     model, untouched = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
@@ -243,7 +258,9 @@ def test_reading_the_state_changes_nothing(make: Any) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     keys = set(optimizer.state[model.weight])
     assert keys
-    for step in range(3):
+    for step in range(6):
+        is_before_backward = model.weight.grad is None
+        before = model.weight.detach().clone()
         first = copy.deepcopy(optimizer.state_dict())
         flat = get_optimizer_state_dict(model, optimizer, options=options)
         assert {f"state.weight.{key}" for key in keys} <= set(flat)
@@ -253,11 +270,14 @@ def test_reading_the_state_changes_nothing(make: Any) -> None:
         for key in keys:
             assert torch.equal(first["state"][0][key], again["state"][0][key])
             assert torch.equal(first["state"][0][key], flat[f"state.weight.{key}"])
-        assert model.weight.grad is None
+        assert torch.equal(model.weight, before)
+        assert (model.weight.grad is None) == is_before_backward
         for module, stepped in ((model, optimizer), (untouched, reference)):
-            set_grads([module.weight], step)
-            stepped.step()
-            stepped.zero_grad()
+            if is_before_backward:
+                set_grads([module.weight], step)
+            else:
+                stepped.step()
+                stepped.zero_grad()
         assert torch.equal(model.weight, untouched.weight)
 
 
@@ -317,11 +337,17 @@ def test_momentum_dtype_survives_loading() -> None:
     for make in (local_adamw, local_muon):
         params = [nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)) for _ in range(2)]
         optimizers = [make([param], lr=0.01) for param in params]
-        params[0].grad = torch.randn(4, 3).to(torch.bfloat16)
+        grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        params[0].grad = grad
         optimizers[0].step()
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        for name, value in optimizers[0].state[params[0]].items():
-            loaded = optimizers[1].state[params[1]][name]
-            assert loaded.dtype == value.dtype, name
-            assert name == "step" or value.dtype == torch.bfloat16, name
-            assert torch.equal(loaded, value), name
+        params[1].data.copy_(params[0])
+        for steps_since in range(2):
+            for name, value in optimizers[0].state[params[0]].items():
+                loaded = optimizers[1].state[params[1]][name]
+                assert name == "step" or value.dtype == torch.bfloat16, name
+                assert loaded.dtype == value.dtype, (name, steps_since)
+                assert torch.equal(loaded, value), (name, steps_since)
+            for param, optimizer in zip(params, optimizers, strict=True):
+                param.grad = grad
+                optimizer.step()
