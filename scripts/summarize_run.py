@@ -30,35 +30,49 @@ class Run:
     """Folder of the TensorBoard files."""
 
 
-def newest_run(output_dir: Path) -> Run:
-    """Read the scalars of the newest TensorBoard run below `output_dir`.
+def newest_events(output_dir: Path) -> Path:
+    """The folder of the newest TensorBoard run below `output_dir`.
 
     Raises:
-        NoRunError: no event file, or one without a loss.
+        NoRunError: there is no event file.
     """
     files = sorted(output_dir.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise NoRunError(
             f"no TensorBoard run under {output_dir}: train with metrics.enable_tensorboard = true"
         )
+    return files[-1].parent
+
+
+def scalars(folder: Path, tags: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each tag of the TensorBoard run in `folder`.
+
+    Raises:
+        NoRunError: a tag is missing.
+    """
     # Late, since it takes a second.
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-    folder = files[-1].parent
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0: keep every point
     events.Reload()
-    missing = {LOSS, TOKENS_PER_SECOND} - set(events.Tags()[SCALARS])
+    missing = set(tags) - set(events.Tags()[SCALARS])
     if missing:
         raise NoRunError(f"the TensorBoard run in {folder} has no {', '.join(sorted(missing))}")
-    losses = events.Scalars(LOSS)
-    rates = [event.value for event in events.Scalars(TOKENS_PER_SECOND)]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+def newest_run(output_dir: Path) -> Run:
+    """Read the scalars of the newest TensorBoard run below `output_dir`.
+
+    Raises:
+        NoRunError: no event file, or one without a loss.
+    """
+    folder = newest_events(output_dir)
+    found = scalars(folder, [LOSS, TOKENS_PER_SECOND])
+    (first_step, first_loss), (last_step, last_loss) = found[LOSS][0], found[LOSS][-1]
+    rates = [value for _, value in found[TOKENS_PER_SECOND]]
     return Run(
-        losses[0].step,
-        losses[0].value,
-        losses[-1].step,
-        losses[-1].value,
-        statistics.median(rates[1:] or rates),
-        folder,
+        first_step, first_loss, last_step, last_loss, statistics.median(rates[1:] or rates), folder
     )
 
 

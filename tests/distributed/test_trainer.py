@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.trainer import Record, build_trainer, digest, run_job, whole_weights
+from tests.distributed.trainer import (
+    Record,
+    add_bf16_ddp_models,
+    build_trainer,
+    digest,
+    run_job,
+    whole_weights,
+)
 from tests.harness import run_ranks
 from tests.support import CorpusPaths
+from torchtitan_matrixfsdp.cpu_device import use_cpu_device
 
 SMALL = [
     "--training.seq_len=64",
@@ -102,6 +110,34 @@ def test_four_ranks_equal_ddp_and_stock(corpus_dir: CorpusPaths, tmp_path: Path)
         for other in ("stock", "ddp"):
             assert relative(ours.losses, record[other].losses) < 1e-5, other
             assert relative(ours.norms, record[other].norms) < 1e-5, other
+
+
+def _bf16(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
+    use_cpu_device()
+    add_bf16_ddp_models()
+    job = [*SMALL, "--training.steps=15", "--matrix_optimizer.ns_dtype=bfloat16"]
+    bf16 = [*job, "--training.mixed_precision_param=bfloat16"]
+    # float32 here switches autocast off: these models cast by themselves.
+    oracle = [*job, *ddp(), "--training.mixed_precision_param=float32"]
+    return {
+        "zero3": run_job(bf16, corpus, tmp),
+        "stock": run_job([*bf16, *STOCK], corpus, tmp),
+        "ddp": run_job([*oracle, "--model.name=ddp_bf16"], corpus, tmp),
+        "rotated": run_job([*oracle, "--model.name=ddp_bf16_rotated"], corpus, tmp),
+        "float32": run_job(job, corpus, tmp),
+    }
+
+
+def test_bfloat16_stays_within_ddps_own_noise(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
+    """bf16 parameters and bf16 Newton-Schulz: zero3 differs from DDP by no more than DDP differs
+    from itself when the ranks' sums are taken in another order."""
+    for found in run_ranks(_bf16, 3, corpus_dir, tmp_path, timeout_s=280):
+        noise = relative(found["rotated"].losses, found["ddp"].losses)
+        assert 0 < noise < 1e-3
+        assert relative(found["zero3"].losses, found["ddp"].losses) <= noise
+        assert relative(found["zero3"].losses, found["stock"].losses) <= noise
+        # The comparison would be empty if the jobs had not run in bfloat16.
+        assert relative(found["float32"].losses, found["ddp"].losses) > 10 * noise
 
 
 def _options(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ def add_tiny_flavors() -> None:
     llama3_args.setdefault(
         "tiny", TransformerModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32)
     )
+    llama3_args.setdefault(
+        "tiny_1layer", TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32)
+    )
     qwen3_args.setdefault(
         "tiny",
         Qwen3ModelArgs(
@@ -62,6 +65,57 @@ def add_tiny_flavors() -> None:
             enable_weight_tying=True,
         ),
     )
+
+
+def add_bf16_ddp_models() -> None:
+    """Models ``ddp_bf16`` and ``ddp_bf16_rotated``: the oracle with FSDP2's mixed precision.
+
+    Under DDP TorchTitan uses autocast, which rounds in other places than FSDP2's casts. FSDP2's own
+    ``replicate`` casts as FSDP2 does. The second hands each rank its neighbour's data: the same
+    sums in another order.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    import torchtitan_matrixfsdp.titan
+    from torchtitan_matrixfsdp.comm import TrafficCounter
+    from torchtitan_matrixfsdp.layout import route
+    from torchtitan_matrixfsdp.titan.model import OwnerSetup
+    from torchtitan_matrixfsdp.titan.parallelize import describe_blocks, describe_params
+    from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of
+
+    assert torchtitan_matrixfsdp.titan  # registered the specs
+
+    def parallelize(model: Any, parallel_dims: Any, job_config: Any) -> Any:
+        mesh = parallel_dims.get_mesh("dp_replicate")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = matrix_optimizer_of(job_config)
+        block_of = {p.fqn: b.name for b in describe_blocks(model) for p in b.params}
+        routing = route(describe_params(model), block_of, options.include, options.exclude)
+        for module in [*model.layers.values(), model.tok_embeddings, model]:
+            replicate(module, mesh=mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.owner_setup = OwnerSetup(routing, None, TrafficCounter(), options)
+        return model
+
+    def rotated_data(dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
+        rank = (dp_rank + 1) % dp_world_size
+        return build_text_dataloader(dp_world_size=dp_world_size, dp_rank=rank, **rest)
+
+    spec = replace(
+        get_train_spec("llama3_owner"),
+        parallelize_fn=parallelize,
+        build_loss_fn=build_cross_entropy_loss,
+        build_tokenizer_fn=get_train_spec("llama3").build_tokenizer_fn,
+    )
+    register_train_spec("ddp_bf16", spec)
+    register_train_spec("ddp_bf16_rotated", replace(spec, build_dataloader_fn=rotated_data))
 
 
 def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Any:

@@ -48,6 +48,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
     FSDPMeshInfo,
     HSDPMeshInfo,
+    _disable_functorch_if_active,
+    _dynamo_disable,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (  # noqa: E402
     _get_mesh_info,
@@ -79,6 +81,8 @@ __all__ = [
     "append_param_group",
     "contiguous_strides",
     "device_handle",
+    "disable_functorch_if_active",
+    "dynamo_disable",
     "local_of",
     "make_spec",
     "mesh_infos",
@@ -89,6 +93,11 @@ __all__ = [
     "replace_local",
     "spec_of",
 ]
+
+
+# The decorators that FSDP2 puts on the methods which we rebind.
+disable_functorch_if_active = _disable_functorch_if_active
+dynamo_disable = _dynamo_disable
 
 
 def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPParamGroup,
     ReduceScatter,
     device_handle,
+    disable_functorch_if_active,
+    dynamo_disable,
     local_of,
     post_accumulate_grad_hooks,
     rebind,
@@ -272,11 +274,6 @@ def _require_all_gradients(block: BlockPlan, params: list[OwnerParam]) -> None:
 
 
 _stock_init = rebind(FSDPParamGroup.__init__, FSDPParam=OwnerParam)
-_stock_unshard = rebind(FSDPParamGroup.unshard, foreach_all_gather=owner_all_gather)
-_stock_wait_for_unshard = rebind(
-    FSDPParamGroup.wait_for_unshard, foreach_all_gather_copy_out=owner_all_gather_copy_out
-)
-_stock_post_backward = rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
 
 
 class OwnerParamGroup(FSDPParamGroup):
@@ -297,22 +294,15 @@ class OwnerParamGroup(FSDPParamGroup):
         # reduction: it counts as a zero gradient, so that all ranks step alike.
         self.reduce_scatter_unused_params = True
 
-    # Python attributes, not rebound descriptors, so that the dynamo and functorch guards of
-    # the stock methods are applied here as well.
-    def unshard(self, async_op: bool = False) -> None:
-        if torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch():
-                _stock_unshard(self, async_op)
-            return
-        _stock_unshard(self, async_op)
-
-    def wait_for_unshard(self) -> None:
-        if torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch():
-                _stock_wait_for_unshard(self)
-            return
-        _stock_wait_for_unshard(self)
-
-    @torch._disable_dynamo(recursive=True)
-    def post_backward(self, *unused: Any) -> None:
-        _stock_post_backward(self, *unused)
+    # rebind peels decorators off, so the stock ones are put back on.
+    unshard = disable_functorch_if_active(
+        rebind(FSDPParamGroup.unshard, foreach_all_gather=owner_all_gather)
+    )
+    wait_for_unshard = disable_functorch_if_active(
+        rebind(
+            FSDPParamGroup.wait_for_unshard, foreach_all_gather_copy_out=owner_all_gather_copy_out
+        )
+    )
+    post_backward = dynamo_disable(
+        rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
+    )

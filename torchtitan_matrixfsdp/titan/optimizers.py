@@ -63,7 +63,21 @@ class MatrixOptimizersContainer(OptimizersContainer):
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gives."""
+        """Load what :meth:`state_dict` gives.
+
+        Raises:
+            ValueError: a key is missing or extra. torch would skip it, and the optimizer would
+                go on with state that is part loaded, part fresh.
+        """
+        expected = self.state_dict().keys()
+        missing, extra = expected - state_dict.keys(), state_dict.keys() - expected
+        if missing or extra:
+            raise ValueError(
+                f"optimizer state does not fit this job: missing {sorted(missing)[:3]} "
+                f"({len(missing)} in all), extra {sorted(extra)[:3]} ({len(extra)} in all). Resume "
+                "with the same model, matrix_optimizer.name and routing, or add optimizer to "
+                "checkpoint.exclude_from_loading."
+            )
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(
                 part, optimizers, optim_state_dict=state_dict, options=_STATE_OPTIONS

@@ -203,7 +203,7 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
     roles_per_block = plan.num_roles / len(plan.blocks)
     if plan.world_size > roles_per_block:
         logger.warning(
-            f"{plan.world_size} ranks share {roles_per_block:.0f} roles per block: in each block "
+            f"{plan.world_size} ranks share {roles_per_block:.1f} roles per block: in each block "
             f"some ranks own nothing, and gathers cost up to {gammas[-1]:.2f} times FSDP's "
             "all-gather (gamma). A smaller data_parallel_shard_degree with more replicas lowers it."
         )

@@ -1,0 +1,249 @@
+"""Every row of the table in docs/configuration.md: a clear error on every rank, nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.distributed.trainer import CONFIG, add_tiny_flavors, run_job
+from tests.harness import run_ranks, run_torchrun
+from tests.support import ROOT, CorpusPaths
+from torchtitan_matrixfsdp.cpu_device import use_cpu_device
+
+# name: (replacement in the TOML file or command-line override, fragments of the message)
+TOML_FAULTS: dict[str, tuple[tuple[str, str], list[str]]] = {
+    "unknown planner": (
+        ('planner = "cost_aware"', 'planner = "greedy"'),
+        ["owner_fsdp.planner", "'greedy'", "role_greedy", "scope_greedy", "cost_aware"],
+    ),
+    "unknown transport": (
+        ('transport = "p2p"', 'transport = "carrier"'),
+        ["owner_fsdp.transport", "'carrier'", "['p2p']"],
+    ),
+    "unknown mode": (
+        ('mode = "zero3"', 'mode = "zero2"'),
+        ["owner_fsdp.mode", "'zero2'", "zero3", "stock"],
+    ),
+    "learning rate as a string": (
+        ("lr = 0.02", 'lr = "3e-4"'),
+        ["matrix_optimizer.lr", "'3e-4' (str)", "float", "without quotes"],
+    ),
+    "AdamW's learning rate as a string": (
+        ("lr = 3e-4", 'lr = "3e-4"'),
+        ["optimizer.lr", "'3e-4' (str)", "float"],
+    ),
+    "fractional steps": (
+        ("ns_steps = 5", "ns_steps = 5.7"),
+        ["matrix_optimizer.ns_steps", "5.7 (float)", "int"],
+    ),
+    "momentum out of range": (
+        ("momentum = 0.95", "momentum = 1.0"),
+        ["matrix_optimizer.momentum", "1.0", ">= 0", "< 1"],
+    ),
+    "misspelt key": (
+        ("weight_decay = 0.1", "weigth_decay = 0.1"),
+        ["matrix_optimizer.weigth_decay", "unknown key", "did you mean", "weight_decay"],
+    ),
+    "misspelt section": (
+        ("[owner_fsdp]", "[owner_fspd]"),
+        ["owner_fspd", "unknown section", "did you mean owner_fsdp?"],
+    ),
+    "misspelt key of TorchTitan's": (
+        ("local_batch_size = 2", "local_batchsize = 2"),
+        ["training.local_batchsize", "did you mean training.local_batch_size?"],
+    ),
+}
+OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
+    "a pattern that matches nothing": (
+        [r"--matrix_optimizer.include=blocks\..*"],
+        ["matrix_optimizer.include", "blocks", "layers.0.attention.wq.weight"],
+    ),
+    "a pattern that takes the embedding": (
+        [r"--matrix_optimizer.include=weight$"],
+        ["tok_embeddings", "output", "matrix_optimizer.exclude"],
+    ),
+    "an invalid pattern": (
+        ["--matrix_optimizer.include=layers["],
+        ["matrix_optimizer.include", "layers["],
+    ),
+    "momentum out of range, on the command line": (
+        ["--matrix_optimizer.momentum=1.0"],
+        ["matrix_optimizer.momentum", "1.0"],  # in a box that breaks lines, exit status 2
+    ),
+    "a mesh that does not divide": (
+        ["--parallelism.data_parallel_shard_degree=3"],
+        ["2 processes", "data_parallel_shard_degree = 3"],
+    ),
+    "replicas that do not divide": (
+        ["--parallelism.data_parallel_replicate_degree=3"],
+        ["2 processes", "data_parallel_replicate_degree = 3"],
+    ),
+    "a global batch that does not divide": (
+        ["--training.global_batch_size=5"],
+        ["training.global_batch_size", "received 5", "multiple"],
+    ),
+    "a dataset that is not there": (
+        ["--training.dataset_path=/nowhere/corpus"],
+        ["training.dataset_path", "/nowhere/corpus", "does not exist", "build_corpus.py"],
+    ),
+    "a missing tokenizer": (
+        ["--model.hf_assets_path=/nowhere/tokenizer"],
+        ["model.hf_assets_path", "/nowhere/tokenizer", "tokenizer.json", "build_corpus.py"],
+    ),
+    "an expert flavor": (
+        ["--model.name=qwen3_owner", "--model.flavor=30B-A3B"],
+        ["model.flavor", "30B-A3B", "debugmodel", "Mixture-of-experts"],
+    ),
+    "tensor parallel": (
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["parallelism.tensor_parallel_degree", "received 2", "set it to 1"],
+    ),
+    "pipeline parallel": (
+        ["--parallelism.pipeline_parallel_degree=2"],
+        ["parallelism.pipeline_parallel_degree", "received 2", "set it to 1"],
+    ),
+    "context parallel": (
+        ["--parallelism.context_parallel_degree=2"],
+        ["parallelism.context_parallel_degree", "received 2", "set it to 1"],
+    ),
+    "CPU offload": (
+        ["--training.enable_cpu_offload"],
+        ["training.enable_cpu_offload", "received True"],
+    ),
+    "torch.compile": (["--compile.enable"], ["compile.enable", "received True"]),
+    "float8": (["--model.converters=float8"], ["model.converters", "float8"]),
+    "Adam for the rest": (["--optimizer.name=Adam"], ["optimizer.name", "'Adam'", "AdamW"]),
+    "optimizer in backward": (
+        ["--optimizer.early_step_in_backward"],
+        ["optimizer.early_step_in_backward", "received True"],
+    ),
+}
+
+
+def _refusals(corpus: CorpusPaths, tmp: Path) -> dict[str, str]:
+    """The message of each fault, all in one process: no job gets as far as a collective."""
+    use_cpu_device()
+    from torchtitan.config import ConfigManager
+
+    import torchtitan_matrixfsdp.titan  # registers the models
+    from torchtitan_matrixfsdp.titan.trainer import OwnerTrainer
+    from torchtitan_matrixfsdp.titan.validation import check_toml_file
+
+    assert torchtitan_matrixfsdp.titan
+    add_tiny_flavors()
+    toml = CONFIG.read_text()
+    messages = {}
+    jobs = {name: (edit, []) for name, (edit, _) in TOML_FAULTS.items()}
+    jobs |= {name: (("", ""), override) for name, (override, _) in OVERRIDE_FAULTS.items()}
+    for name, ((old, new), override) in jobs.items():
+        assert old in toml
+        path = tmp / f"{dist.get_rank()}.toml"
+        path.write_text(toml.replace(old, new, 1) if old else toml)
+        arguments = [
+            "--job.config_file",
+            str(path),
+            f"--training.dataset_path={corpus.corpus}",
+            f"--model.hf_assets_path={corpus.tokenizer}",
+            f"--job.dump_folder={tmp}",
+            "--metrics.no-enable-tensorboard",
+            "--checkpoint.no-enable",
+            *override,
+        ]
+        printed = io.StringIO()
+        try:
+            check_toml_file(arguments)
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                config = ConfigManager().parse_args(arguments)
+            OwnerTrainer(config)
+        except ValueError as error:
+            messages[name] = str(error)
+        except SystemExit as stop:  # TorchTitan's command-line parser
+            assert stop.code == 2
+            messages[name] = printed.getvalue()
+        else:
+            raise AssertionError(f"{name}: nothing was refused")
+    return messages
+
+
+def test_every_fault_names_key_value_range_and_remedy(
+    corpus_dir: CorpusPaths, tmp_path: Path
+) -> None:
+    """Cases 29 and 30. Each message is the same on both ranks."""
+    first, second = run_ranks(_refusals, 2, corpus_dir, tmp_path, timeout_s=200)
+    assert first == second
+    expected = {**TOML_FAULTS, **OVERRIDE_FAULTS}
+    assert first.keys() == expected.keys()
+    for name, (_, fragments) in expected.items():
+        for fragment in fragments:
+            assert fragment in first[name], f"{name}: {fragment!r} not in {first[name]!r}"
+
+
+def _few_roles(corpus: CorpusPaths, tmp: Path) -> list[str]:
+    """One block with one matrix and a tail over four ranks: two ranks own nothing at all."""
+    use_cpu_device()
+    import logging
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    handler = Keep()
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    job = [
+        "--training.seq_len=32",
+        "--training.local_batch_size=1",
+        "--training.steps=2",
+        "--model.flavor=tiny_1layer",
+        r"--matrix_optimizer.include=layers\.0\.attention\.wq",
+        "--activation_checkpoint.mode=none",
+    ]
+    record = run_job(job, corpus, tmp)
+    logging.getLogger().removeHandler(handler)
+    assert record.final != record.initial
+    return lines
+
+
+def test_more_ranks_than_roles_works_and_says_so(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
+    """Case 20: trains, warns with gamma, names the ranks that own nothing; routing is logged."""
+    for lines in run_ranks(_few_roles, 4, corpus_dir, tmp_path, timeout_s=200):
+        text = "\n".join(lines)
+        assert re.search(r"WARNING: 4 ranks share 2\.0 roles per block.*\(gamma\)", text)
+        assert "gamma per block min 3." in text  # the tail has nearly all, so nearly W
+        assert "WARNING: 2 of 4 ranks own no block parameter: 2, 3" in text
+        assert text.count("Routing: 1 matrices on Muon") == 1
+        assert text.count("[owner_fsdp] mode='zero3'") == 1
+
+
+def test_the_entry_point_prints_one_line_per_rank_and_fails(
+    corpus_dir: CorpusPaths, tmp_path: Path
+) -> None:
+    """Through torchrun: exit code, one line on each rank, and no hang."""
+    result = run_torchrun(
+        [
+            "-m",
+            "torchtitan_matrixfsdp.train",
+            "--job.config_file",
+            str(CONFIG),
+            f"--job.dump_folder={tmp_path}",
+            "--training.dataset_path=/nowhere",
+            f"--model.hf_assets_path={corpus_dir.tokenizer}",
+        ],
+        nproc=2,
+        cwd=ROOT,
+        env={"PYTHONPATH": os.fspath(ROOT)},
+        timeout_s=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    for rank in range(2):
+        lines = [ln for ln in result.output.splitlines() if f"[rank {rank}] error:" in ln]
+        assert len(lines) == 1 and "training.dataset_path" in lines[0]
+    assert "in validate_job_config" not in result.output  # a frame of a traceback
