@@ -260,13 +260,15 @@ def _silence_known_warnings() -> None:
     warnings.filterwarnings(
         "ignore", message="'set_vital' is deprecated", module=r"torchdata\.stateful_dataloader"
     )
-    # DTensor has no generator of its own for the CPU. Our models don't rely on it: they draw their
-    # initial weights at full size (the runtime's initialisation says how).
     # Without FSDP TorchTitan enters autocast whatever the dtype; for float32 torch says that this
     # does nothing, which is what training.mixed_precision_param = "float32" asks for.
     warnings.filterwarnings(
-        "ignore", message="CPU Autocast only supports dtypes of", module=r"torchtitan\.|torch\."
+        "ignore",
+        message="In CPU autocast, but the target dtype is not supported",
+        module=r"torchtitan\.distributed\.utils",
     )
+    # DTensor has no generator of its own for the CPU. Our models don't rely on it: they draw their
+    # initial weights at full size (the runtime's initialisation says how).
     warnings.filterwarnings(
         "ignore",
         message=r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",

@@ -12,10 +12,10 @@ import sys
 import traceback
 
 # What this package, TorchTitan and `datasets` raise for a user's mistake.
-_MISTAKES = (ValueError, FileNotFoundError, NotImplementedError)
+_MISTAKES = (ValueError, FileNotFoundError)
 # TorchTitan's own checks raise these as well: a mesh that does not fit the world size, an unknown
-# flavor. From anywhere else they are faults of the program.
-_MISTAKES_IN_TORCHTITAN = (AssertionError, KeyError)
+# flavor, a feature it lacks. From anywhere else they are faults of the program.
+_MISTAKES_IN_TORCHTITAN = (AssertionError, KeyError, NotImplementedError)
 
 
 class _NoTraceback(logging.Filter):
@@ -63,8 +63,8 @@ def _mistake(error: Exception, train_file: str) -> str | None:
 
     ``train_file`` is the path of TorchTitan's trainer, within its package's folder.
     """
-    if isinstance(error, KeyError) and error.args == ("LOCAL_RANK",):
-        return "LOCAL_RANK is not set; start with torchrun, or with scripts/run_train.sh"
+    if isinstance(error, KeyError) and error.args[:1] in (("LOCAL_RANK",), ("WORLD_SIZE",)):
+        return f"{error.args[0]} is not set; start with torchrun, or with scripts/run_train.sh"
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.name == "train" and frame.filename == train_file for frame in frames):
         return None  # training had begun, so the configuration was accepted

@@ -45,6 +45,31 @@ TOML_FAULTS: dict[str, tuple[tuple[str, str], list[str]]] = {
         ("momentum = 0.95", "momentum = 1.0"),
         ["matrix_optimizer.momentum", "1.0", ">= 0", "< 1"],
     ),
+    "a negative learning rate": (
+        ("lr = 0.02", "lr = -1.0"),
+        ["matrix_optimizer.lr", "-1.0", ">= 0"],
+    ),
+    "a learning rate that is no number": (
+        ("lr = 0.02", "lr = nan"),
+        ["matrix_optimizer.lr", "nan", "finite"],
+    ),
+    "a negative clipping norm": (
+        ("max_norm = 1.0", "max_norm = -1.0"),
+        ["training.max_norm", "-1.0", "> 0"],
+    ),
+    "an epsilon of zero": (("eps = 1e-8", "eps = 0.0"), ["optimizer.eps", "0.0", "> 0"]),
+    "an invalid pattern": (
+        ("exclude = []", 'exclude = ["layers["]'),
+        ["matrix_optimizer.exclude", "layers[", "regular expression"],
+    ),
+    "an unknown dataset": (
+        ('dataset = "local"', 'dataset = "lcoal"'),
+        ["training.dataset", "'lcoal'", "'local'", "'c4'"],
+    ),
+    "a stock model": (
+        ('name = "llama3_owner"', 'name = "llama3"'),
+        ["model.name", "'llama3'", "llama3_owner", "qwen3_owner"],
+    ),
     "misspelt key": (
         ("weight_decay = 0.1", "weigth_decay = 0.1"),
         ["matrix_optimizer.weigth_decay", "unknown key", "did you mean", "weight_decay"],
@@ -67,9 +92,9 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
         [r"--matrix_optimizer.include=weight$"],
         ["tok_embeddings", "output", "matrix_optimizer.exclude"],
     ),
-    "an invalid pattern": (
-        ["--matrix_optimizer.include=layers["],
-        ["matrix_optimizer.include", "layers["],
+    "an exclude that matches nothing": (
+        [r"--matrix_optimizer.exclude=blocks\..*"],
+        ["matrix_optimizer.exclude", "blocks"],
     ),
     "momentum out of range, on the command line": (
         ["--matrix_optimizer.momentum=1.0"],
@@ -98,6 +123,24 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
     "an expert flavor": (
         ["--model.name=qwen3_owner", "--model.flavor=30B-A3B"],
         ["model.flavor", "30B-A3B", "debugmodel", "Mixture-of-experts"],
+    ),
+    "an unknown flavor": (["--model.flavor=8b"], ["model.flavor", "'8b'", "'8B'"]),
+    "expert parallel": (
+        ["--parallelism.expert_parallel_degree=2"],
+        ["parallelism.expert_parallel_degree", "received 2", "set it to 1"],
+    ),
+    "memory budget": (
+        ["--activation_checkpoint.mode=memory_budget"],
+        ["activation_checkpoint.mode", "'memory_budget'", "torch.compile"],
+    ),
+    "fault tolerance": (["--fault_tolerance.enable"], ["fault_tolerance.enable", "received True"]),
+    "profiling on CPU": (
+        ["--profiling.enable_profiling"],
+        ["profiling.enable_profiling", "received True", "CPU"],
+    ),
+    "Hugging Face export": (
+        ["--checkpoint.last_save_in_hf"],
+        ["checkpoint.last_save_in_hf", "received True", "set it to false"],
     ),
     "tensor parallel": (
         ["--parallelism.tensor_parallel_degree=2"],
@@ -128,6 +171,9 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
 def _refusals(corpus: CorpusPaths, tmp: Path) -> dict[str, str]:
     """The message of each fault, all in one process: no job gets as far as a collective."""
     use_cpu_device()
+    # As in a job before its process group exists: whatever would communicate fails differently.
+    rank = dist.get_rank()
+    dist.destroy_process_group()
     from torchtitan.config import ConfigManager
 
     import torchtitan_matrixfsdp.titan  # registers the models
@@ -142,7 +188,7 @@ def _refusals(corpus: CorpusPaths, tmp: Path) -> dict[str, str]:
     jobs |= {name: (("", ""), override) for name, (override, _) in OVERRIDE_FAULTS.items()}
     for name, ((old, new), override) in jobs.items():
         assert old in toml
-        path = tmp / f"{dist.get_rank()}.toml"
+        path = tmp / f"{rank}.toml"
         path.write_text(toml.replace(old, new, 1) if old else toml)
         arguments = [
             "--job.config_file",
@@ -167,6 +213,7 @@ def _refusals(corpus: CorpusPaths, tmp: Path) -> dict[str, str]:
             messages[name] = printed.getvalue()
         else:
             raise AssertionError(f"{name}: nothing was refused")
+        assert not dist.is_initialized(), name
     return messages
 
 

@@ -17,6 +17,7 @@ from tests.distributed.toy import (
 from tests.harness import run_ranks
 
 STEPS = 20
+LAYERS = 2
 # 20 steps in float64 with float64 Newton-Schulz: what differs from one process is the order of
 # summation over ranks (1e-16 per gradient), amplified by the orthogonalisation. 1e-15 is seen.
 TOLERANCE = 1e-12
@@ -31,18 +32,23 @@ RUNS = {
     "checkpointing, accumulate": Run(checkpointing=True, accumulation=3),
     "no reshard": Run(reshard=False),
     "explicit prefetch": Run(explicit_prefetch=True),
+    "async unshard": Run(async_unshard=True),
+    "deferred all-reduce": Run(accumulation=3, deferred_all_reduce=True),
+    "evaluate between steps": Run(evaluate=True),
+    "layers run twice": Run(repeat=2),
     "stock": Run(mode="stock"),
 }
 
 
 def _train_all(replicas: int) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    oracles = {n: train_oracle(STEPS, n) for n in {run.accumulation for run in RUNS.values()}}
+    kinds = {(run.accumulation, run.repeat) for run in RUNS.values()}
+    oracles = {kind: train_oracle(STEPS, *kind, layers=LAYERS) for kind in sorted(kinds)}
     differences = {}
     for name, run in RUNS.items():
-        sharded = shard_toy(make_toy(), mesh_of(replicas, ranks), run)
+        sharded = shard_toy(make_toy(layers=LAYERS), mesh_of(replicas, ranks), run)
         train(sharded, run, STEPS, rank, ranks)
-        differences[name] = max_difference(sharded.model, oracles[run.accumulation])
+        differences[name] = max_difference(sharded.model, oracles[run.accumulation, run.repeat])
     return differences
 
 

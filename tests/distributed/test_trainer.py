@@ -94,7 +94,8 @@ def test_two_ranks_are_bitwise_equal_to_ddp_and_stock(
     for record in records:
         ours = record["zero3"]
         assert len(ours.losses) == len(ours.norms) == 30
-        assert ours.losses[-1] < ours.losses[0] or ours.final != ours.initial
+        assert ours.final != ours.initial
+        assert ours.losses[-1] < ours.losses[0]
         for other in ("stock", "ddp"):
             assert record[other].losses == ours.losses, other
             assert record[other].norms == ours.norms, other
@@ -123,7 +124,8 @@ def _bf16(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
         "zero3": run_job(bf16, corpus, tmp),
         "stock": run_job([*bf16, *STOCK], corpus, tmp),
         "ddp": run_job([*oracle, "--model.name=ddp_bf16"], corpus, tmp),
-        "rotated": run_job([*oracle, "--model.name=ddp_bf16_rotated"], corpus, tmp),
+        "rotated 1": run_job([*oracle, "--model.name=ddp_bf16_rotated_1"], corpus, tmp),
+        "rotated 2": run_job([*oracle, "--model.name=ddp_bf16_rotated_2"], corpus, tmp),
         "float32": run_job(job, corpus, tmp),
     }
 
@@ -132,7 +134,8 @@ def test_bfloat16_stays_within_ddps_own_noise(corpus_dir: CorpusPaths, tmp_path:
     """bf16 parameters and bf16 Newton-Schulz: zero3 differs from DDP by no more than DDP differs
     from itself when the ranks' sums are taken in another order."""
     for found in run_ranks(_bf16, 3, corpus_dir, tmp_path, timeout_s=280):
-        noise = relative(found["rotated"].losses, found["ddp"].losses)
+        rotations = ("rotated 1", "rotated 2")
+        noise = max(relative(found[name].losses, found["ddp"].losses) for name in rotations)
         assert 0 < noise < 1e-3
         assert relative(found["zero3"].losses, found["ddp"].losses) <= noise
         assert relative(found["zero3"].losses, found["stock"].losses) <= noise
@@ -199,6 +202,25 @@ def test_hsdp_equals_ddp(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
         assert relative(found["hsdp"].norms, found["ddp"].norms) < 1e-5
         finals.append(found["hsdp"].final)
     assert all(final == finals[0] for final in finals), "replicas drifted apart"
+
+
+def _resume_async(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
+    checkpoint = ["--checkpoint.enable", "--checkpoint.async_mode=async", "--checkpoint.interval=2"]
+    job = [*SMALL, "--lr_scheduler.total_steps=5"]
+    whole = run_job([*job, "--training.steps=5"], corpus, tmp / "whole")
+    run_job([*job, *checkpoint, "--training.steps=3"], corpus, tmp / "parts")
+    # Step 2 was saved while step 3 trained on; step 3, the last, was saved synchronously.
+    again = [*job, *checkpoint, "--training.steps=5", "--checkpoint.load_step=2"]
+    return {"whole": whole, "second": run_job(again, corpus, tmp / "parts")}
+
+
+def test_asynchronous_checkpoints_hold_the_state_at_the_save(
+    corpus_dir: CorpusPaths, tmp_path: Path
+) -> None:
+    """Case 16: what is saved is the state at step 2, though training went on."""
+    for found in run_ranks(_resume_async, 2, corpus_dir, tmp_path, timeout_s=240):
+        assert found["second"].losses == found["whole"].losses[2:]
+        assert found["second"].final == found["whole"].final
 
 
 def _resume(corpus: CorpusPaths, tmp: Path, mode: list[str]) -> dict[str, Record]:

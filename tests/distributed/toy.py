@@ -49,8 +49,11 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
+    """``repeat`` runs the stack of layers several times in one forward."""
+
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
+        self.repeat = 1
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.RMSNorm(DIM)
@@ -58,8 +61,9 @@ class Toy(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        for _ in range(self.repeat):
+            for layer in self.layers:
+                x = layer(x)
         return self.head(self.norm(x))
 
 
@@ -117,6 +121,10 @@ class Run:
     mp_policy: MixedPrecisionPolicy | None = None
     ns_dtype: torch.dtype = torch.float64
     explicit_prefetch: bool = False
+    async_unshard: bool = False
+    deferred_all_reduce: bool = False
+    evaluate: bool = False
+    repeat: int = 1
 
 
 @dataclass
@@ -159,6 +167,10 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
+    model.repeat = run.repeat
+    if run.async_unshard:
+        for layer in model.layers:
+            layer._set_unshard_async_op(True)
     if run.explicit_prefetch:
         for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
@@ -197,15 +209,21 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
             last = micro == run.accumulation - 1
             if run.deferred:
                 model.set_requires_gradient_sync(last)
+            if run.deferred_all_reduce:
+                model.set_requires_all_reduce(last)
             loss = loss_of(model, tokens[rows], targets[rows]) / run.accumulation
             loss.backward()
+        if run.evaluate:
+            with torch.no_grad():
+                loss_of(model, tokens, targets)
         for optimizer in sharded.optimizers:
             optimizer.step()
 
 
-def train_oracle(steps: int, accumulation: int, dtype: torch.dtype = torch.float64) -> Toy:
-    """One process, the whole batch, plain tensors, independent maths."""
-    model = make_toy(dtype)
+def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3) -> Toy:
+    """One process, the whole batch, plain float64 tensors, independent maths."""
+    model = make_toy(layers=layers)
+    model.repeat = repeat
     matrices = [p for n, p in model.named_parameters() if n.startswith("layers") and p.ndim == 2]
     others = [
         p for n, p in model.named_parameters() if not (n.startswith("layers") and p.ndim == 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ def add_tiny_flavors() -> None:
 
 
 def add_bf16_ddp_models() -> None:
-    """Models ``ddp_bf16`` and ``ddp_bf16_rotated``: the oracle with FSDP2's mixed precision.
+    """Models ``ddp_bf16`` and ``ddp_bf16_rotated_N``: the oracle with FSDP2's mixed precision.
 
     Under DDP TorchTitan uses autocast, which rounds in other places than FSDP2's casts. FSDP2's own
-    ``replicate`` casts as FSDP2 does. The second hands each rank its neighbour's data: the same
-    sums in another order.
+    ``replicate`` casts as FSDP2 does. The others hand each rank the data of the rank N further on:
+    the same sums in another order.
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -104,8 +105,8 @@ def add_bf16_ddp_models() -> None:
         model.owner_setup = OwnerSetup(routing, None, TrafficCounter(), options)
         return model
 
-    def rotated_data(dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
-        rank = (dp_rank + 1) % dp_world_size
+    def rotated_data(shift: int, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
+        rank = (dp_rank + shift) % dp_world_size
         return build_text_dataloader(dp_world_size=dp_world_size, dp_rank=rank, **rest)
 
     spec = replace(
@@ -115,7 +116,9 @@ def add_bf16_ddp_models() -> None:
         build_tokenizer_fn=get_train_spec("llama3").build_tokenizer_fn,
     )
     register_train_spec("ddp_bf16", spec)
-    register_train_spec("ddp_bf16_rotated", replace(spec, build_dataloader_fn=rotated_data))
+    for shift in (1, 2):
+        rotated = replace(spec, build_dataloader_fn=partial(rotated_data, shift))
+        register_train_spec(f"ddp_bf16_rotated_{shift}", rotated)
 
 
 def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Any:

@@ -65,6 +65,7 @@ def test_wheel_metadata_has_the_pins(wheel):
         "datasets",
         "tokenizers",
         "tensorboard",
+        "typeguard",
     }
     assert str(needed["torchtitan"].specifier) == "==0.2.2"
     assert str(needed["triton"].marker) == 'sys_platform == "linux"'

@@ -96,8 +96,7 @@ class P2PTransport:
                 ops.append(dist.P2POp(dist.isend, view, group=group, group_peer=transfer.dst))
             else:
                 ops.append(dist.P2POp(dist.irecv, view, group=group, group_peer=transfer.src))
-        self._count("gather", self._gather, buffer.itemsize)
-        return _start_batch(ops)
+        return self._start_batch("gather", ops)
 
     def reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ops = []
@@ -110,8 +109,7 @@ class P2PTransport:
                 scratch = buffer.new_empty(transfer.segment.numel)
                 contributions[transfer.src] = scratch
                 ops.append(dist.P2POp(dist.irecv, scratch, group=group, group_peer=transfer.src))
-        self._count("reduce", self._reduce, buffer.itemsize)
-        for work in _start_batch(ops):
+        for work in self._start_batch("reduce", ops):
             work.wait()
         if self._own.numel == 0:
             return buffer.new_empty(0)
@@ -133,14 +131,12 @@ class P2PTransport:
             sent_elements(transfers, self._rank) * itemsize, sent_messages(transfers, self._rank)
         )
 
-    def _count(self, operation: str, transfers: Sequence[Transfer], itemsize: int) -> None:
-        sent = [t.segment.numel for t in transfers if t.src == self._rank]
-        self._counter.record(operation, Traffic(sum(sent) * itemsize, len(sent)))
-
-
-def _start_batch(ops: list[dist.P2POp]) -> list[dist.Work]:
-    # batch_isend_irecv([]) raises, and a rank of a one-rank group has nothing to do.
-    return dist.batch_isend_irecv(ops) if ops else []
+    def _start_batch(self, operation: str, ops: list[dist.P2POp]) -> list[dist.Work]:
+        # Counted from what is posted, not from the schedule that predicts it.
+        sent = [op.tensor.nbytes for op in ops if op.op is dist.isend]
+        self._counter.record(operation, Traffic(sum(sent), len(sent)))
+        # batch_isend_irecv([]) raises, and a rank of a one-rank group has nothing to do.
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 TRANSPORTS: Mapping[str, TransportFactory] = {"p2p": P2PTransport}

@@ -53,8 +53,22 @@ class LocalStepOptimizer(Optimizer):
             {**options, "params": group["params"]}
             for options, group in zip(self.inner.param_groups, groups, strict=True)
         ]
+        self._is_built = False
         super().__init__(outer_groups, {})
+        self._is_built = True
         self._present_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is built: its local tensors and state are made once.
+
+        Raises:
+            NotImplementedError: after construction.
+        """
+        if self._is_built:
+            raise NotImplementedError(
+                "add_param_group on a built LocalStepOptimizer: pass all groups to the constructor"
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -128,7 +142,7 @@ def _local_parameter(param: torch.Tensor) -> torch.Tensor:
 
 
 def _follow_storage(param: torch.Tensor, local: torch.Tensor) -> None:
-    """Loading with ``assign=True`` gives a parameter another storage; follow it."""
+    """``to_empty`` and ``param.data = ...`` give a parameter another storage; follow it."""
     current = _plain(param)
     if current.data_ptr() != local.data_ptr():
         local.data = current.detach()

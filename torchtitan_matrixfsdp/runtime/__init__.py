@@ -10,6 +10,13 @@ from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     whole_tensor_random,
     wrap_like,
 )
-from torchtitan_matrixfsdp.runtime.shard import owner_shard
+from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 
-__all__ = ["Owner", "OwnerDTensor", "owner_shard", "whole_tensor_random", "wrap_like"]
+__all__ = [
+    "Owner",
+    "OwnerDTensor",
+    "owner_shard",
+    "reset_iter_state",
+    "whole_tensor_random",
+    "wrap_like",
+]

@@ -42,7 +42,7 @@ _check_torch_version()
 
 from torch._prims_common import make_contiguous_strides_for  # noqa: E402
 from torch.distributed.device_mesh import _get_device_handle  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
@@ -82,6 +82,7 @@ __all__ = [
     "contiguous_strides",
     "device_handle",
     "disable_functorch_if_active",
+    "drop_unsharded_gradients",
     "dynamo_disable",
     "local_of",
     "make_spec",
@@ -194,6 +195,17 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Make ``local`` the local tensor of ``tensor``, keeping the DTensor object."""
     tensor._local_tensor = local
+
+
+def drop_unsharded_gradients(module: nn.Module) -> None:
+    """Forget what autograd has accumulated under ``module`` and no reduction has taken yet."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in fully_shard.state(submodule)._fsdp_param_groups:  # type: ignore[attr-defined]
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):  # absent before the first gather
+                        param._unsharded_param.grad = None
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:

@@ -95,7 +95,15 @@ _SAME_LAYOUT = frozenset(
         _aten.lift_fresh.default,
     }
 )
+# Staging an asynchronous checkpoint makes an empty copy of the same global shape.
+_NEW_LIKE = frozenset({_aten.new_empty.default, _aten.new_zeros.default})
 _NORMS = frozenset({_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar})
+# The elementwise foreach operators of torch's optimizers and gradient clipping.
+_FOREACH = frozenset(
+    f"aten::_foreach_{name}{suffix}"
+    for name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "copy")
+    for suffix in ("", "_")
+) | {"aten::_foreach_zero_"}
 _RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
 
 
@@ -151,10 +159,15 @@ class OwnerDTensor(DTensor):
             return _any_on_owner(args[0])
         if func in _NORMS:
             return _norm(func, args, kwargs)
+        if func in _NEW_LIKE and tuple(args[1]) == tuple(args[0].shape):
+            local = local_of(args[0])
+            return args[0].like(func(local, list(local.shape), *args[2:], **kwargs))
         name = func._schema.name
-        if name.startswith("aten::_foreach_"):
+        if name in _FOREACH:
             return _foreach(func, args, kwargs)
-        if func in _SAME_LAYOUT or torch.Tag.pointwise in func.tags:
+        # A pointwise operator without a tensor result (equal) would answer for this rank alone.
+        is_pointwise = torch.Tag.pointwise in func.tags and func is not _aten.equal.default
+        if func in _SAME_LAYOUT or is_pointwise:
             return _elementwise(func, args, kwargs)
         raise NotImplementedError(
             f"{func} on an owner-shaped DTensor (shape {_shapes(args)}): this operator is not "
@@ -313,7 +326,8 @@ def _foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     """An elementwise foreach operator over lists that may mix owner and ordinary DTensors,
     position by position of one layout (the lists of one optimizer or of gradient clipping)."""
     lists = [a for a in args if isinstance(a, (list, tuple))]
-    for position in zip(*(entry for entry in lists if _dtensors(entry)), strict=True):
+    lists = [entry for entry in lists if any(isinstance(t, torch.Tensor) for t in entry)]
+    for position in zip(*lists, strict=True):
         if any(isinstance(t, OwnerDTensor) for t in position):
             _require_same_layout(func, position)
         elif len({t.placements for t in position if isinstance(t, DTensor)}) > 1:
@@ -342,6 +356,15 @@ def wrap_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dim = args[2] if func is _aten.linalg_vector_norm.default and len(args) > 2 else None
+    dim = kwargs.get("dim", dim)
+    if dim is not None or not order > 0:
+        raise NotImplementedError(
+            f"{func} with dim={dim}, ord={order} on an owner-shaped DTensor: only norms of the "
+            "whole tensor with ord > 0 are defined shard by shard. Use .full_tensor()."
+        )
+
     def as_row_shards(value: Any) -> Any:
         if not isinstance(value, OwnerDTensor):
             return value

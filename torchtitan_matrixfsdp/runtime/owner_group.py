@@ -79,12 +79,15 @@ class OwnerComm(AllGather, ReduceScatter):
 
 def _owner_comm(comm: Any) -> OwnerComm:
     if not isinstance(comm, OwnerComm):
-        raise NotImplementedError(
-            f"a custom collective ({type(comm).__name__}) was set on a module with owner shards. "
-            "Choose the transport with owner_fsdp.transport instead of set_custom_all_gather, "
-            "set_custom_reduce_scatter or set_symm_mem_for_comm."
-        )
+        raise NotImplementedError(_custom_collective(type(comm).__name__))
     return comm
+
+
+def _custom_collective(what: str) -> str:
+    return (
+        f"{what} on a module with owner shards: they have collectives of their own. Choose the "
+        "transport with owner_fsdp.transport."
+    )
 
 
 @torch.no_grad()
@@ -182,7 +185,8 @@ def owner_reduce(
     handle = device_handle(device)
     world_size = reduce_scatter_group.size()
     replicas = all_reduce_group.size() if all_reduce_group is not None else 1
-    divisor = gradient_divide_factor or float(world_size * replicas)
+    mean = float(world_size * replicas)
+    divisor = mean if gradient_divide_factor is None else gradient_divide_factor
     buffer = comm.allocate(
         (block.numel,), dtype=reduce_dtype or unsharded_grads[0].dtype, device=device
     )
@@ -268,8 +272,9 @@ def _require_all_gradients(block: BlockPlan, params: list[OwnerParam]) -> None:
     if planned != got:
         raise RuntimeError(
             f"block {block.name}: gradients for {sorted(got - planned)} were not planned and "
-            f"{sorted(planned - got)} are missing. requires_grad must not change after the "
-            "model has been sharded; freeze parameters before."
+            f"{sorted(planned - got)} are missing. requires_grad must not change after the model "
+            "has been sharded, and set_reduce_scatter_unused_params must stay on: a parameter that "
+            "this rank did not use still takes part."
         )
 
 
@@ -293,6 +298,14 @@ class OwnerParamGroup(FSDPParamGroup):
         # A parameter that this rank's batch did not use must still take part in the block's
         # reduction: it counts as a zero gradient, so that all ranks step alike.
         self.reduce_scatter_unused_params = True
+
+    def set_symm_mem(self, backend: Any = "NCCL") -> None:
+        """Refused: owner groups move uneven segments."""
+        raise NotImplementedError(_custom_collective("set_symm_mem_for_comm"))
+
+    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+        """Refused: owner groups move uneven segments."""
+        raise NotImplementedError(_custom_collective("set_allocate_memory_from_process_group"))
 
     # rebind peels decorators off, so the stock ones are put back on.
     unshard = disable_functorch_if_active(

@@ -7,12 +7,18 @@ from collections.abc import Mapping
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
+    drop_unsharded_gradients,
     mesh_infos,
     register_foreach_type,
 )
@@ -99,6 +105,22 @@ def owner_shard(
     )
     append_param_group(module, group)
     return module
+
+
+def reset_iter_state(model: nn.Module) -> None:
+    """Make the root ``model`` ready for another step after its forward or backward has raised.
+
+    FSDP2's ``reset_iter_state``, and what torch 2.13 forgets there: the gradients of units whose
+    backward was interrupted, to which the next backward would add. The failed iteration is lost;
+    sharded gradients are left to ``zero_grad``.
+
+    Raises:
+        TypeError: ``model`` is not sharded by FSDP2.
+    """
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"reset_iter_state: {type(model).__name__} is not an FSDP2 module")
+    model.reset_iter_state()
+    drop_unsharded_gradients(model)
 
 
 def _match_parameters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -51,17 +52,29 @@ def check_range(
     key: str,
     value: float,
     *,
-    low: float,
+    low: float | None = None,
+    above: float | None = None,
     high: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise ConfigError unless ``low <= value`` (and ``<= high``, ``< below``) and it is finite."""
-    ok = math.isfinite(value) and low <= value
+    """Raise ConfigError unless ``value`` is finite and within the bounds that are given:
+    ``>= low``, ``> above``, ``<= high``, ``< below``."""
+    bounds = [(">=", low), (">", above), ("<=", high), ("<", below)]
+    given = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    ok = math.isfinite(value)
+    ok = ok and (low is None or value >= low) and (above is None or value > above)
     ok = ok and (high is None or value <= high) and (below is None or value < below)
     if not ok:
-        upper = "" if high is None else f" and <= {high}"
-        upper += "" if below is None else f" and < {below}"
-        _fail(key, value, f"a finite number >= {low}{upper}", f"change {key}")
+        _fail(key, value, f"a finite number {' and '.join(given)}", f"change {key}")
+
+
+def check_patterns(key: str, patterns: Sequence[str]) -> None:
+    """Raise ConfigError unless every pattern is a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            _fail(key, pattern, "Python regular expressions", f"correct it ({error})")
 
 
 def _fail(key: str, value: Any, legal: str, remedy: str) -> None:

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from torchtitan_matrixfsdp.comm import TRANSPORTS
 from torchtitan_matrixfsdp.layout import PLANNERS
 from torchtitan_matrixfsdp.optim import ADJUST_LR
-from torchtitan_matrixfsdp.titan.checks import check_choice, check_field_types, check_range
+from torchtitan_matrixfsdp.titan.checks import (
+    check_choice,
+    check_field_types,
+    check_patterns,
+    check_range,
+)
 
 MODES = ("zero3", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "AdamW")
@@ -87,6 +92,8 @@ class MatrixOptimizer:
         check_range("matrix_optimizer.lr", self.lr, low=0)
         check_range("matrix_optimizer.weight_decay", self.weight_decay, low=0)
         check_range("matrix_optimizer.momentum", self.momentum, low=0, below=1)
+        check_patterns("matrix_optimizer.include", self.include)
+        check_patterns("matrix_optimizer.exclude", self.exclude)
         check_range("matrix_optimizer.ns_steps", self.ns_steps, low=1, high=20)
 
 

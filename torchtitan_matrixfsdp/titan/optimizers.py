@@ -78,10 +78,31 @@ class MatrixOptimizersContainer(OptimizersContainer):
                 "with the same model, matrix_optimizer.name and routing, or add optimizer to "
                 "checkpoint.exclude_from_loading."
             )
+        configured = [_options(optimizer) for optimizer in self.optimizers]
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(
                 part, optimizers, optim_state_dict=state_dict, options=_STATE_OPTIONS
             )
+        for optimizer, before in zip(self.optimizers, configured, strict=True):
+            changed = {k: v for k, v in _options(optimizer).items() if v != before[k]}
+            if changed:
+                was = {key: before[key] for key in changed}
+                logger.warning(
+                    f"Checkpoint resumes optimizer options {changed}; configured: {was}. Add "
+                    "optimizer to checkpoint.exclude_from_loading for fresh state and the "
+                    "configured options."
+                )
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of the groups, but the learning rate, which is the scheduler's business."""
+    hidden = ("params", "lr", "initial_lr")
+    return {
+        f"{key} (group {index})": value
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in hidden
+    }
 
 
 def _setup_of(part: nn.Module) -> OwnerSetup:

@@ -33,11 +33,13 @@ from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
     ParamMeta,
+    Routing,
     canonical_fqn,
     make_plan,
     route,
 )
 from torchtitan_matrixfsdp.runtime import owner_shard
+from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.validation import (
     matrix_optimizer_of,
@@ -71,10 +73,7 @@ def parallelize_owner_model(
             base_folder=job_config.job.dump_folder,
         )
     blocks = describe_blocks(model)
-    block_of = {param.fqn: block.name for block in blocks for param in block.params}
-    routing = route(
-        describe_params(model), block_of, matrix_optimizer.include, matrix_optimizer.exclude
-    )
+    routing = route_model(model, matrix_optimizer)
     plan = None
     counter = TrafficCounter()
     if parallel_dims.dp_shard_enabled:
@@ -92,6 +91,16 @@ def parallelize_owner_model(
     model.owner_setup = OwnerSetup(routing, plan, counter, matrix_optimizer)
     _log_setup(model.owner_setup, job_config, parallel_dims)
     return model
+
+
+def route_model(model: nn.Module, options: MatrixOptimizer) -> Routing:
+    """Which parameters of a TorchTitan model go to the matrix optimizer.
+
+    Raises:
+        RoutingError: a pattern takes nothing, or takes the embedding or the head.
+    """
+    block_of = {p.fqn: block.name for block in describe_blocks(model) for p in block.params}
+    return route(describe_params(model), block_of, options.include, options.exclude)
 
 
 def describe_params(model: nn.Module) -> list[ParamMeta]:

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
+from torchtitan_matrixfsdp.titan import job_config as our_sections
+from torchtitan_matrixfsdp.titan.checks import ConfigError
+from torchtitan_matrixfsdp.titan.parallelize import route_model
 from torchtitan_matrixfsdp.titan.train_specs import MODEL_NAMES, dense_flavors
-from torchtitan_matrixfsdp.titan.validation import validate_job_config
+from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of, validate_job_config
 
 
 class OwnerTrainer(Trainer):
-    """``torchtitan.train.Trainer``; jobs of this plugin's models are checked first."""
+    """``torchtitan.train.Trainer``; jobs that use this plugin are checked first, routing included.
+
+    Raises:
+        ConfigError, RoutingError: before a process group exists.
+    """
 
     def __init__(self, job_config: TitanJobConfig) -> None:
         name = job_config.model.name
         if name in MODEL_NAMES:
-            world_size = int(os.environ["WORLD_SIZE"])
-            validate_job_config(job_config, world_size, list(dense_flavors(name)))
+            flavors = dense_flavors(name)
+            validate_job_config(job_config, int(os.environ["WORLD_SIZE"]), list(flavors))
+            with torch.device("meta"):
+                model = get_train_spec(name).model_cls(flavors[job_config.model.flavor])
+            route_model(model, matrix_optimizer_of(job_config))
+        elif job_config.job.custom_config_module == our_sections.__name__:
+            raise ConfigError(
+                f"model.name: received {name!r}, which ignores [owner_fsdp] and "
+                f"[matrix_optimizer]; legal: {list(MODEL_NAMES)}. For stock TorchTitan "
+                "remove job.custom_config_module."
+            )
         super().__init__(job_config)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
@@ -106,7 +107,7 @@ def validate_job_config(
     matrix_optimizer_of(config)
     for section in fields(config):
         check_field_types(vars(config)[section.name], section.name)
-    _check_optimizer(config)
+    _check_ranges(config)
     _refuse_unsupported(config)
     _check_mesh(config, world_size)
     if flavors is not None and config.model.flavor not in flavors:
@@ -117,22 +118,44 @@ def validate_job_config(
     _check_data(config)
 
 
-def _check_optimizer(config: TitanJobConfig) -> None:
-    optimizer = config.optimizer
-    if optimizer.name != "AdamW":
+def _check_ranges(config: TitanJobConfig) -> None:
+    """TorchTitan's own numbers: out of range they train wrongly, or fail in the loop."""
+    if config.optimizer.name != "AdamW":
         raise ConfigError(
-            f"optimizer.name: received {optimizer.name!r}; legal: 'AdamW' (for everything that is "
-            'not on [matrix_optimizer]); set optimizer.name = "AdamW".'
+            f"optimizer.name: received {config.optimizer.name!r}; legal: 'AdamW' (for everything "
+            'that is not on [matrix_optimizer]); set optimizer.name = "AdamW".'
         )
-    for key in ("lr", "weight_decay"):
-        check_range(f"optimizer.{key}", vars(optimizer)[key], low=0)
-    for key in ("beta1", "beta2"):
-        check_range(f"optimizer.{key}", vars(optimizer)[key], low=0, below=1)
-    check_range("optimizer.eps", optimizer.eps, low=0)
+    optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
+    check_range("optimizer.lr", optimizer.lr, low=0)
+    check_range("optimizer.weight_decay", optimizer.weight_decay, low=0)
+    check_range("optimizer.beta1", optimizer.beta1, low=0, below=1)
+    check_range("optimizer.beta2", optimizer.beta2, low=0, below=1)
+    # Zero would divide zero by zero where a gradient is zero.
+    check_range("optimizer.eps", optimizer.eps, above=0)
+    check_range("lr_scheduler.warmup_steps", schedule.warmup_steps, low=0)
+    check_range("lr_scheduler.min_lr_factor", schedule.min_lr_factor, low=0, high=1)
+    # A negative norm would turn every gradient round.
+    check_range("training.max_norm", training.max_norm, above=0)
+    check_range("training.steps", training.steps, low=1)
+    check_range("training.seq_len", training.seq_len, low=1)
+    check_range("training.local_batch_size", training.local_batch_size, low=1)
+    check_range("training.gc_freq", training.gc_freq, low=1)
+    if training.global_batch_size != -1:
+        check_range("training.global_batch_size", training.global_batch_size, low=1)
+    check_range("metrics.log_freq", config.metrics.log_freq, low=1)
+    check_range("checkpoint.interval", config.checkpoint.interval, low=1)
+    if config.checkpoint.keep_latest_k == 1:
+        raise ConfigError(
+            "checkpoint.keep_latest_k: received 1; legal: 0 (keep all) or at least 2, since the "
+            "newest may be incomplete."
+        )
 
 
 def _refuse_unsupported(config: TitanJobConfig) -> None:
     parallelism, training = config.parallelism, config.training
+    checkpoint = config.checkpoint
+    is_owned = owner_fsdp_of(config).mode == "zero3" and parallelism.data_parallel_shard_degree != 1
+    has_accelerator = torch.accelerator.is_available()
     refused: list[tuple[str, Any, bool, str]] = [
         (
             "parallelism.tensor_parallel_degree",
@@ -191,8 +214,26 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
         (
             "profiling.enable_profiling",
             config.profiling.enable_profiling,
-            config.profiling.enable_profiling and not torch.accelerator.is_available(),
+            config.profiling.enable_profiling and not has_accelerator,
             "set it to false (TorchTitan 0.2.2 cannot profile on CPU)",
+        ),
+        (
+            "profiling.enable_memory_snapshot",
+            config.profiling.enable_memory_snapshot,
+            config.profiling.enable_memory_snapshot and not has_accelerator,
+            "set it to false (there is no device memory to record)",
+        ),
+        (
+            "checkpoint.last_save_in_hf",
+            checkpoint.last_save_in_hf,
+            checkpoint.last_save_in_hf and is_owned,
+            "set it to false (owner shards are saved as a distributed checkpoint)",
+        ),
+        (
+            "checkpoint.initial_load_in_hf",
+            checkpoint.initial_load_in_hf,
+            checkpoint.initial_load_in_hf and is_owned,
+            "set it to false (owner shards load from a distributed checkpoint)",
         ),
         (
             "fault_tolerance.enable",
@@ -224,7 +265,6 @@ def _check_mesh(config: TitanJobConfig, world_size: int) -> None:
             "multiply to that. Change a degree, or start a matching number of processes."
         )
     training = config.training
-    check_range("training.local_batch_size", training.local_batch_size, low=1)
     step = training.local_batch_size * world_size
     if training.global_batch_size > 0 and training.global_batch_size % step:
         raise ConfigError(
@@ -242,7 +282,21 @@ def _check_data(config: TitanJobConfig) -> None:
             "Point it at a Hugging Face tokenizer folder, or build the default one: "
             "python scripts/build_corpus.py"
         )
-    if config.training.dataset.lower() == LOCAL_DATASET:
-        local_files("training.dataset_path", config.training.dataset_path)
-    if config.validation.enable and config.validation.dataset.lower() == LOCAL_DATASET:
-        local_files("validation.dataset_path", config.validation.dataset_path)
+    _check_dataset("training", config.training.dataset, config.training.dataset_path)
+    if config.validation.enable:
+        _check_dataset("validation", config.validation.dataset, config.validation.dataset_path)
+
+
+def _check_dataset(section: str, name: str, path: str | None) -> None:
+    if name.lower() not in DATASETS:
+        raise ConfigError(
+            f"{section}.dataset: received {name!r}; legal: {sorted(DATASETS)}; use "
+            f'"{LOCAL_DATASET}" for files of your own.'
+        )
+    if name.lower() == LOCAL_DATASET:
+        local_files(f"{section}.dataset_path", path)
+    elif path and path.startswith((".", "/", "~")) and not Path(path).exists():
+        raise ConfigError(
+            f"{section}.dataset_path: received {path!r}, which does not exist; legal: a local path "
+            "or the name of a Hugging Face dataset."
+        )
