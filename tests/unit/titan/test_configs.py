@@ -79,6 +79,39 @@ def test_the_8b_headers_numbers() -> None:
     assert f"{min(resident):.1f} to {max(resident):.1f} GiB per rank" in text
 
 
+def test_the_readmes_storage_table() -> None:
+    """Bytes of the debug model on four ranks: owner shards, FSDP2's rows (ceil(rows / W)), DDP."""
+    readme = (ROOT / "README.md").read_text()
+    ranks = 4
+    plan = plan_of("llama3_owner", "debugmodel", "cost_aware", ranks, [r"layers\..*\.weight$"])
+    shards = {shard.fqn: shard for block in plan.blocks for shard in block.shards}
+    with torch.device("meta"):
+        model = get_train_spec("llama3_owner").model_cls(
+            dense_flavors("llama3_owner")["debugmodel"]
+        )
+    ours, stock, ddp, matrices = [0] * ranks, [0] * ranks, 0, 0
+    for param in describe_params(model):
+        shard = shards.get(param.fqn)
+        is_matrix = shard is not None and shard.kind is RoleKind.MATRIX
+        # parameter, gradient, then momentum for a matrix and two moments for the rest
+        copies = 3 if is_matrix else 4
+        matrices += param.nbytes if is_matrix else 0
+        ddp += copies * param.nbytes
+        per_row = param.nbytes // param.shape[0]
+        rows = -(-param.shape[0] // ranks)
+        for rank in range(ranks):
+            row_bytes = per_row * max(0, min(rows, param.shape[0] - rank * rows))
+            stock[rank] += copies * row_bytes
+            if shard is None:
+                ours[rank] += copies * row_bytes
+            elif shard.owner == rank:
+                ours[rank] += copies * param.nbytes
+    assert f"| zero3 | {max(ours):,} bytes | 0 | 0 bytes |" in readme
+    sent = matrices * (ranks - 1) // ranks  # an all-gather of every matrix
+    assert f"| stock | {max(stock):,} bytes | 42, one per matrix | {sent:,} bytes |" in readme
+    assert f"| ddp | {ddp:,} bytes | 0 | 0 bytes |" in readme
+
+
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_every_dense_flavor_routes_and_plans(name: str) -> None:
     """Llama 3 and Qwen3 as TorchTitan 0.2.2 ships them, without the expert flavors."""
