@@ -22,6 +22,18 @@ _die() {
     exit 1
 }
 
+# Makes outputs/NAME-N with the first N that is free, and prints that path, relative to the clone.
+_new_output_folder() {
+    local name=$1 n=1
+    mkdir -p "$ROOT/outputs"
+    # mkdir fails if the folder exists, also when another run has made it just now.
+    until mkdir "$ROOT/outputs/$name-$n" 2>/dev/null; do
+        n=$((n + 1))
+        [ "$n" -le 10000 ] || _die "cannot make a folder in $ROOT/outputs"
+    done
+    echo "outputs/$name-$n"
+}
+
 # Succeeds if the interpreter exists, runs and is new enough.
 _new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1

@@ -13,13 +13,7 @@ export NGPU=${NGPU:-4}
 steps=${STEPS:-50}
 
 "$VENV_PYTHON" "$ROOT/scripts/build_corpus.py"
-mkdir -p "$ROOT/outputs"
-n=1
-until mkdir "$ROOT/outputs/compare-$n" 2>/dev/null; do
-    n=$((n + 1))
-    [ "$n" -le 10000 ] || _die "cannot make a folder in $ROOT/outputs"
-done
-folder=outputs/compare-$n
+folder=$(_new_output_folder compare)
 
 run() { # name, then this mode's overrides
     local name=$1

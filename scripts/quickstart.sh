@@ -38,15 +38,8 @@ for arg in "$@"; do
     resume_args+=("$arg")
 done
 if [ -z "$dump_folder" ]; then
-    mkdir -p "$ROOT/outputs"
-    n=1
-    # mkdir fails if the folder exists, also when another run has made it just now. In a folder that
-    # holds a finished run, TorchTitan would resume from its last step and do nothing.
-    until mkdir "$ROOT/outputs/quickstart-$n" 2>/dev/null; do
-        n=$((n + 1))
-        [ "$n" -le 10000 ] || _die "cannot make a folder in $ROOT/outputs"
-    done
-    dump_folder=outputs/quickstart-$n
+    # In a folder that holds a finished run, TorchTitan would resume from its last step and do nothing.
+    dump_folder=$(_new_output_folder quickstart)
     set -- --job.dump_folder "$dump_folder" "$@"
     resume_args=(--job.dump_folder "$dump_folder" ${resume_args[@]+"${resume_args[@]}"})
 fi

@@ -52,6 +52,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
     _dynamo_disable,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (  # noqa: E402
+    _get_device_from_mesh,
     _get_mesh_info,
     _get_post_forward_mesh_info,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "dynamo_disable",
     "local_of",
     "make_spec",
+    "mesh_device",
     "mesh_infos",
     "orig_param_uid",
     "post_accumulate_grad_hooks",
@@ -149,6 +151,11 @@ def mesh_infos(
     info = _get_mesh_info(mesh, None)
     assert isinstance(info, FSDPMeshInfo)
     return info, _get_post_forward_mesh_info(reshard_after_forward, info)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank that FSDP2 uses for ``mesh``."""
+    return _get_device_from_mesh(mesh)
 
 
 def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:

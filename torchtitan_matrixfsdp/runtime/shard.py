@@ -19,6 +19,7 @@ from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
     drop_unsharded_gradients,
+    mesh_device,
     mesh_infos,
     register_foreach_type,
 )
@@ -85,13 +86,6 @@ def owner_shard(
         ignored_params=set(params),
     )
     mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
-    device = (
-        torch.device(mesh.device_type)
-        if mesh.device_type == "cpu"
-        else torch.device(
-            mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-        )
-    )
     group = OwnerParamGroup(
         list(params),
         (module,),
@@ -99,7 +93,7 @@ def owner_shard(
         OwnerComm(block, transport, mesh_info.shard_mesh_rank, counter or TrafficCounter()),
         mesh_info=mesh_info,
         post_forward_mesh_info=post_forward_mesh_info,
-        device=device,
+        device=mesh_device(mesh),
         mp_policy=mp_policy,
         offload_policy=OffloadPolicy(),
     )
