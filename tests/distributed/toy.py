@@ -213,11 +213,13 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
                 model.set_requires_all_reduce(last)
             loss = loss_of(model, tokens[rows], targets[rows]) / run.accumulation
             loss.backward()
-        if run.evaluate:
-            with torch.no_grad():
-                loss_of(model, tokens, targets)
         for optimizer in sharded.optimizers:
             optimizer.step()
+        if run.evaluate:
+            # After the step, like TorchTitan's validation: FSDP2 leaves the root gathered after a
+            # forward without backward, and the next forward uses what was gathered.
+            with torch.no_grad():
+                loss_of(model, tokens, targets)
 
 
 def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3) -> Toy:
