@@ -6,13 +6,23 @@ import contextlib
 import math
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -226,6 +236,50 @@ def test_gradient_norm_counts_each_element_once(ranks: int, replicas: int) -> No
         assert after == pytest.approx(0.01, rel=1e-4)  # torch divides by (norm + 1e-6)
 
 
+def _masked_targets() -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch whose ranks have very different numbers of valid labels."""
+    tokens, targets = batch(0)
+    targets[:3, 1:] = -100
+    targets[3:5] = -100
+    return tokens, targets
+
+
+def _token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """TorchTitan's loss: a sum, divided by the valid tokens of the whole batch."""
+    total = (_masked_targets()[1] != -100).sum()
+    logits = model(tokens).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / total
+
+
+def _masked() -> tuple[float, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sharded = shard_toy(make_toy(), mesh_of(1, ranks), Run())
+    for module in sharded.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    tokens, targets = _masked_targets()
+    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    _token_loss(sharded.model, tokens[rows], targets[rows]).backward()
+    grads = [p.grad for p in sharded.model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads, 2.0, False, True).full_tensor().item()
+    sharded.optimizers[1].step()  # AdamW, which a wrong scale would not escape at eps
+    oracle = make_toy()
+    _token_loss(oracle, *_masked_targets()).backward()
+    difference = max(
+        (p.grad.full_tensor() - dict(oracle.named_parameters())[n].grad).abs().max().item()
+        for n, p in sharded.model.named_parameters()
+    )
+    reference = torch.cat([p.grad.flatten() for p in oracle.parameters()]).norm().item()
+    return difference, abs(norm / reference - 1)
+
+
+def test_unevenly_masked_labels_are_summed_not_averaged() -> None:
+    """Cases 3 and 4: W=4, loss per valid token, gradients and norm of one process."""
+    for difference, norm_error in run_ranks(_masked, 4):
+        assert difference < 1e-14
+        assert norm_error < 1e-13
+
+
 class Branching(Toy):
     """Uses one of two matrices by the parity of the rank; a third is never used."""
 
@@ -274,6 +328,66 @@ def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
         for name, grad in expected.items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
         assert grads["layers.0.dead.weight"].abs().max() == 0
+
+
+def _train_branching(model: nn.Module, optimizers: list[LocalStepOptimizer], steps: range) -> None:
+    rank = dist.get_rank()
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        tokens, targets = batch(step)
+        rows = slice(6 * rank, 6 * rank + 6)
+        loss_of(model, tokens[rows], targets[rows]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _state(model: nn.Module, optimizers: list[LocalStepOptimizer]) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer_state = get_optimizer_state_dict(model, optimizers, options=options)
+    return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
+
+
+def _resume_with_a_dead_matrix(folder: str) -> tuple[bool, bool, str]:
+    torch.manual_seed(7)
+    first = Branching().double()
+    whole = shard_toy(first, mesh_of(1, 2), Run())
+    _train_branching(first, whole.optimizers, range(2))
+    before = full_state(first)
+    dcp.save(_state(first, whole.optimizers), checkpoint_id=folder)
+    unchanged = all(torch.equal(before[n], w) for n, w in full_state(first).items())
+    _train_branching(first, whole.optimizers, range(2, 4))
+
+    torch.manual_seed(8)
+    second = Branching().double()
+    resumed = shard_toy(second, mesh_of(1, 2), Run())
+    state = _state(second, resumed.optimizers)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(second, state["model"])
+    set_optimizer_state_dict(
+        second,
+        resumed.optimizers,
+        state["optimizer"],
+        options=StateDictOptions(flatten_optimizer_state_dict=True),
+    )
+    _train_branching(second, resumed.optimizers, range(2, 4))
+    after = full_state(second)
+    same = all(torch.equal(after[n], w) for n, w in full_state(first).items())
+
+    state["model"]["layers.0.unknown.weight"] = torch.zeros(3)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        return unchanged, same, str(error)
+    return unchanged, same, ""
+
+
+def test_a_matrix_without_a_gradient_does_not_break_resume(tmp_path: Path) -> None:
+    """Case 22: saved and resumed bit-exactly through DCP; a missing parameter is still an error."""
+    for unchanged, same, error in run_ranks(_resume_with_a_dead_matrix, 2, str(tmp_path)):
+        assert unchanged
+        assert same
+        assert "layers.0.unknown.weight" in error
 
 
 def _is_frozen(name: str) -> bool:

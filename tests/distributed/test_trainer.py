@@ -233,10 +233,12 @@ def _resume(corpus: CorpusPaths, tmp: Path, mode: list[str]) -> dict[str, Record
     return {"whole": whole, "first": first, "second": second}
 
 
-@pytest.mark.parametrize("mode", [[], STOCK], ids=["zero3", "stock"])
+@pytest.mark.parametrize(
+    "mode", [[], STOCK, ["--model.name=qwen3_owner"]], ids=["zero3", "stock", "qwen"]
+)
 def test_resume_is_bit_exact(corpus_dir: CorpusPaths, tmp_path: Path, mode: list[str]) -> None:
     """Case 15: save at 3, resume, and steps 4 to 6 are those of the uninterrupted run, on every
-    rank, optimizer state, both learning rates and data included."""
+    rank, optimizer state, both learning rates and data included. Case 25: Qwen3 stays tied."""
     for found in run_ranks(_resume, 2, corpus_dir, tmp_path, mode, timeout_s=240):
         whole, first, second = found["whole"], found["first"], found["second"]
         assert first.losses + second.losses == whole.losses
