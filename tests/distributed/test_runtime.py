@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed.toy import (
@@ -35,7 +35,13 @@ from tests.distributed.toy import (
 from tests.harness import run_ranks, run_ranks_expect_error
 from torchtitan_matrixfsdp.comm import TrafficCounter, agree_on_plan, transport_factory
 from torchtitan_matrixfsdp.layout import RoleKind, make_plan
-from torchtitan_matrixfsdp.runtime import Owner, OwnerDTensor, owner_shard, reset_iter_state
+from torchtitan_matrixfsdp.runtime import (
+    Owner,
+    OwnerDTensor,
+    owner_shard,
+    reset_iter_state,
+    whole_tensor_random,
+)
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:
@@ -306,6 +312,37 @@ def test_operators_without_a_shardwise_meaning_raise() -> None:
     expected = ["matmul", "view", "row", "sum", "plain operand", "other owner"]
     expected += ["equal", "norm of rows", "foreach max", "foreach copy", "redistribute"]
     assert run_ranks(_fail_closed, 2) == [[*expected, "randn_like"]] * 2
+
+
+def _truncated(bound: float) -> list[bool]:
+    """Owner-shaped, row-sharded and plain tensors, filled one after another from one seed."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    rank = dist.get_rank()
+    shape = torch.Size([33, 12])
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return nn.init.trunc_normal_(tensor, std=1.0, a=-bound, b=bound)
+
+    torch.manual_seed(11)
+    plain = [fill(torch.empty(shape)) for _ in range(3)]
+    end = torch.get_rng_state()
+    torch.manual_seed(11)
+    local = torch.empty(shape if rank == 1 else (0, 12))
+    with whole_tensor_random(), torch.no_grad():
+        drawn = [
+            fill(OwnerDTensor.wrap(local, mesh, 1, shape)),
+            fill(distribute_tensor(torch.empty(shape), mesh, [Shard(0)])),
+            fill(OwnerDTensor.wrap(local.clone(), mesh, 1, shape)),
+        ]
+    same = [torch.equal(d.full_tensor(), p) for d, p in zip(drawn, plain, strict=True)]
+    return [*same, torch.equal(end, torch.get_rng_state())]
+
+
+# 1.0 rejects a third of the draws, so the loop runs many times; 0.3 takes torch's other algorithm.
+@pytest.mark.parametrize("bound", [1.0, 0.3])
+def test_rejection_sampling_follows_the_unsharded_tensor(bound: float) -> None:
+    """Case 23: the loop of trunc_normal_ ends for all ranks when it ends for the whole tensor."""
+    assert run_ranks(_truncated, 2, bound) == [[True] * 4] * 2
 
 
 def _recover() -> float:

@@ -13,7 +13,7 @@ propagation knows nothing about it; :class:`OwnerDTensor` answers each operator 
   an ordinary DTensor which adds up over ranks with those of row-sharded parameters;
 - in-place random operators draw at full size on every rank and keep the owner's copy, so
   every generator advances as for the unsharded tensor ([Note: layout-independent weights]);
-- ``any`` is decided by the owner for all ranks (the rejection loop of ``trunc_normal_``);
+- ``any`` is that of the whole tensor, on every rank (the rejection loop of ``trunc_normal_``);
 - everything else raises. A silent redistribution would be a hidden collective on one rank.
 
 [Note: layout-independent weights]
@@ -21,7 +21,10 @@ The same seed must give bit-equal weights for every world size and layout. Stock
 CPU consume the generator by their local size, so a mixed model (owned blocks, row-sharded
 embedding) would depend on W. Inside :func:`whole_tensor_random` every in-place random
 operator on any DTensor draws the whole tensor on every rank, exactly as a single process
-would, and keeps this rank's part. Cost: one transient full-size tensor per call, at start-up.
+would, and keeps this rank's part. Rejection loops (``trunc_normal_``) must end on all ranks
+when they end for the whole tensor, so ``any`` is made global there: on a stock DTensor it
+answers for the local shard alone, ranks would leave the loop after different draws, and all
+later weights would differ. Cost: one transient full-size tensor per call, at start-up.
 """
 
 from __future__ import annotations
@@ -156,7 +159,7 @@ class OwnerDTensor(DTensor):
             draw_whole(func, args, kwargs)
             return args[0]
         if func is _aten.any.default:
-            return _any_on_owner(args[0])
+            return _any_of_the_whole(args[0])
         if func in _NORMS:
             return _norm(func, args, kwargs)
         if func in _NEW_LIKE and tuple(args[1]) == tuple(args[0].shape):
@@ -267,6 +270,8 @@ class whole_tensor_random(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.any.default and isinstance(args[0], DTensor):
+            return _any_of_the_whole(args[0])
         if torch.Tag.nondeterministic_seeded in func.tags and _dtensors(args):
             if func not in _RANDOM_INPLACE:
                 raise NotImplementedError(
@@ -380,11 +385,14 @@ def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return func(*tree_map(as_row_shards, args), **tree_map(as_row_shards, kwargs))
 
 
-def _any_on_owner(tensor: OwnerDTensor) -> torch.Tensor:
+def _any_of_the_whole(tensor: DTensor) -> torch.Tensor:
+    """``any`` over the whole tensor, the same on every rank; empty local tensors say False."""
     local = local_of(tensor)
     if local.is_meta:
         return local.any()
-    verdict = local.any().to(torch.uint8).reshape(1)  # False on ranks that own nothing
-    mesh = tensor.device_mesh
-    dist.broadcast(verdict, group=mesh.get_group(mesh.ndim - 1), group_src=tensor.owner)
-    return verdict[0].bool()
+    verdict = local.any().to(torch.uint8)
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            group = tensor.device_mesh.get_group(dim)
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+    return verdict.bool()
