@@ -166,7 +166,8 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)
+            if module is model or run.mode == "stock":  # owner groups have it on by themselves
+                module.set_reduce_scatter_unused_params(True)
     model.repeat = run.repeat
     if run.async_unshard:
         for layer in model.layers:
