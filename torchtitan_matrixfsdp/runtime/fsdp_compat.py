@@ -47,7 +47,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
     FSDPMeshInfo,
-    HSDPMeshInfo,
     _disable_functorch_if_active,
     _dynamo_disable,
 )
@@ -76,7 +75,6 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPParam",
     "FSDPParamGroup",
-    "HSDPMeshInfo",
     "ReduceScatter",
     "ShardedState",
     "append_param_group",
@@ -93,7 +91,6 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "rebind",
     "register_foreach_type",
-    "replace_local",
     "spec_of",
 ]
 
@@ -197,11 +194,6 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself: no autograd node, no view, unlike ``to_local`` under grad."""
     return tensor._local_tensor
-
-
-def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Make ``local`` the local tensor of ``tensor``, keeping the DTensor object."""
-    tensor._local_tensor = local
 
 
 def drop_unsharded_gradients(module: nn.Module) -> None:

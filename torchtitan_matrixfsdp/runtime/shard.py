@@ -36,7 +36,6 @@ def owner_shard(
     counter: TrafficCounter | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    prefix: str | None = None,
 ) -> nn.Module:
     """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
 
@@ -45,8 +44,8 @@ def owner_shard(
 
     Args:
         module: one FSDP unit, on meta or on the mesh's device.
-        block: its plan; ``block.world_size`` must be the mesh's shard size. FQNs are those of
-            ``prefix`` (default ``block.name``) plus the module's own canonical names.
+        block: its plan; ``block.world_size`` must be the mesh's shard size. FQNs are
+            ``block.name`` plus the module's own canonical names.
         mesh: 1D (shard) or 2D (replicate, shard).
         transport: makes what moves the segments.
         counter: totals what this rank sends; share one between blocks.
@@ -74,7 +73,7 @@ def owner_shard(
             f"block {block.name}: planned for {block.world_size} ranks, but the mesh shards over "
             f"{shard_size}. Make the plan for the mesh's last dimension."
         )
-    params = _match_parameters(module, block, block.name if prefix is None else prefix)
+    params = _match_parameters(module, block)
     _require_one_gather_dtype(block, params, mp_policy)
     register_foreach_type(OwnerDTensor)
     auto_reshard = True if reshard_after_forward is None else reshard_after_forward
@@ -117,14 +116,12 @@ def reset_iter_state(model: nn.Module) -> None:
     drop_unsharded_gradients(model)
 
 
-def _match_parameters(
-    module: nn.Module, block: BlockPlan, prefix: str
-) -> Mapping[nn.Parameter, MatrixShard]:
+def _match_parameters(module: nn.Module, block: BlockPlan) -> Mapping[nn.Parameter, MatrixShard]:
     planned = {shard.fqn: shard for shard in block.shards}
     found: dict[nn.Parameter, MatrixShard] = {}
     names = []
     for name, param in module.named_parameters():
-        fqn = canonical_fqn(f"{prefix}.{name}" if prefix else name)
+        fqn = canonical_fqn(f"{block.name}.{name}")
         names.append(fqn)
         if fqn in planned:
             found[param] = planned[fqn]
