@@ -6,16 +6,21 @@ Imports ``layout`` and torch, nothing else of this package.
 from torchtitan_matrixfsdp.comm.agreement import PlanDisagreementError, agree_on_plan
 from torchtitan_matrixfsdp.comm.traffic import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.comm.transport import (
+    TRANSPORT_NAMES,
     TRANSPORTS,
+    BalancedTransport,
+    BroadcastTransport,
     P2PTransport,
     Transport,
     TransportFactory,
-    transport_factory,
     view_segment,
 )
 
 __all__ = [
     "TRANSPORTS",
+    "TRANSPORT_NAMES",
+    "BalancedTransport",
+    "BroadcastTransport",
     "P2PTransport",
     "PlanDisagreementError",
     "Traffic",
@@ -23,6 +28,5 @@ __all__ = [
     "Transport",
     "TransportFactory",
     "agree_on_plan",
-    "transport_factory",
     "view_segment",
 ]

@@ -8,8 +8,8 @@ The packages depend on each other in one direction only:
 computed, printed and tested anywhere: on a laptop, in a job that previews a run, or on every rank
 before the first collective. It turns parameter metadata (``params``) and the user's patterns
 (``routing``) into roles (``roles``), places every role on one rank (``planners``, ``costs``),
-freezes the result (``block_plan``, ``plan``) and lists the transfers that it causes
-(``schedule``).
+freezes the result (``block_plan``, ``plan``), arranges each block's flat buffer (``buffer``), lists
+the transfers that follow (``schedule``) and counts them (``volumes``).
 
 Vocabulary. A *block* is one FSDP unit. A *role* is the atom of ownership: one whole weight, or the
 block's *tail* (everything that needs no rank of its own). An *owner* is a rank of the shard group,
@@ -18,7 +18,15 @@ counted from 0 within that group and never a global rank. W is the size of that 
 
 from __future__ import annotations
 
-from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, PlanError, Segment
+from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, PlanError
+from torchtitan_matrixfsdp.layout.buffer import (
+    ALIGNMENT,
+    BufferLayout,
+    Segment,
+    aligned,
+    arrange_by_owner,
+    arrange_in_slices,
+)
 from torchtitan_matrixfsdp.layout.costs import gamma, muon_flops, newton_schulz_flops
 from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
@@ -27,19 +35,35 @@ from torchtitan_matrixfsdp.layout.roles import Role, RoleKind, build_roles
 from torchtitan_matrixfsdp.layout.routing import Routing, RoutingError, route
 from torchtitan_matrixfsdp.layout.schedule import (
     Transfer,
-    p2p_gather,
+    overflow_gather_of,
+    overflow_reduce_of,
     p2p_gather_of,
-    p2p_reduce,
     p2p_reduce_of,
     sent_elements,
     sent_messages,
 )
+from torchtitan_matrixfsdp.layout.volumes import (
+    TRANSPORT_MODELS,
+    LinkModel,
+    TransportModel,
+    Volume,
+    broadcast_volume,
+    choose_transport,
+    reduce_volume,
+    ring_volume,
+    transfer_volume,
+    transport_seconds,
+)
 
 __all__ = [
+    "ALIGNMENT",
     "PLANNERS",
+    "TRANSPORT_MODELS",
     "Assignment",
     "BlockMeta",
     "BlockPlan",
+    "BufferLayout",
+    "LinkModel",
     "MatrixShard",
     "OwnerPlan",
     "ParamMeta",
@@ -51,17 +75,28 @@ __all__ = [
     "RoutingError",
     "Segment",
     "Transfer",
+    "TransportModel",
+    "Volume",
+    "aligned",
+    "arrange_by_owner",
+    "arrange_in_slices",
+    "broadcast_volume",
     "build_roles",
     "canonical_fqn",
+    "choose_transport",
     "gamma",
     "make_plan",
     "muon_flops",
     "newton_schulz_flops",
-    "p2p_gather",
+    "overflow_gather_of",
+    "overflow_reduce_of",
     "p2p_gather_of",
-    "p2p_reduce",
     "p2p_reduce_of",
+    "reduce_volume",
+    "ring_volume",
     "route",
     "sent_elements",
     "sent_messages",
+    "transfer_volume",
+    "transport_seconds",
 ]

@@ -1,15 +1,14 @@
-"""One block of a plan: its parameters, their owners and their places in the block's buffer.
+"""One block of a plan: its parameters and their owners.
 
-The block buffer is laid out by owner rank, then by role, then by the parameters' own order, with
-no padding. So each owner's region is one contiguous range, and one transfer moves it.
+Where the parameters stand in the block's flat buffer is not part of the plan: transports arrange
+it to their own advantage (see :mod:`~torchtitan_matrixfsdp.layout.buffer`).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torchtitan_matrixfsdp.layout.costs import gamma
@@ -21,24 +20,10 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A contiguous range of a block buffer, in elements."""
-
-    start: int
-    numel: int
-
-    @property
-    def stop(self) -> int:
-        """The first element after the range."""
-        return self.start + self.numel
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixShard:
     """What one parameter knows of the plan, tail parameters included.
 
-    ``shape`` is the logical shape; ``owner`` is a rank within the shard group; ``segment`` is the
-    parameter's place in the buffer of ``block``.
+    ``shape`` is the logical shape; ``owner`` is a rank within the shard group of ``block``.
     """
 
     fqn: str
@@ -49,20 +34,21 @@ class MatrixShard:
     trainable: bool
     block: str
     owner: int
-    segment: Segment
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the stored dtype."""
-        return self.segment.numel * self.itemsize
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block of a plan. ``shards`` stand in the block's own parameter order.
-
-    Segments count elements: a transport that moves a block as one buffer needs one dtype for it.
-    """
+    """One block of a plan. ``shards`` stand in the block's own parameter order."""
 
     name: str
     world_size: int
@@ -71,38 +57,22 @@ class BlockPlan:
     @cached_property
     def numel(self) -> int:
         """Elements of the materialised block."""
-        return sum(shard.segment.numel for shard in self.shards)
+        return sum(shard.numel for shard in self.shards)
 
     @cached_property
     def nbytes(self) -> int:
         """P_B: bytes of the materialised block in the stored dtypes."""
         return sum(shard.nbytes for shard in self.shards)
 
-    @property
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """The ranks that own a parameter of this block, ascending; the others own nothing."""
-        return tuple(self._ranges)
-
-    def owner_range(self, rank: int) -> Segment:
-        """Returns the part of the block buffer that ``rank`` owns.
-
-        A rank that owns nothing gets numel 0, at the position where its part would begin.
-
-        Raises:
-            ValueError: the rank is not in range(world_size).
-        """
-        check_rank(rank, self.world_size)
-        found = self._ranges.get(rank)
-        if found is not None:
-            return found
-        owners = self.owners
-        position = bisect_left(owners, rank)
-        is_past_last = position == len(owners)
-        return Segment(self.numel if is_past_last else self._ranges[owners[position]].start, 0)
+        return tuple(sorted(self._numels))
 
     def owned_numel(self, rank: int) -> int:
         """Returns the elements of this block that ``rank`` owns."""
-        return self.owner_range(rank).numel
+        check_rank(rank, self.world_size)
+        return self._numels.get(rank, 0)
 
     def owned_bytes(self, rank: int) -> int:
         """Returns L_r: the bytes of this block that ``rank`` owns, in the stored dtypes."""
@@ -115,30 +85,17 @@ class BlockPlan:
         return gamma(self.world_size, tuple(self._bytes.values()), self.nbytes)
 
     def trainable(self) -> BlockPlan:
-        """Returns the layout of what is reduced: the trainable parameters, packed anew."""
-        if all(shard.trainable for shard in self.shards):
-            return self
-        kept = sorted((s for s in self.shards if s.trainable), key=lambda s: s.segment.start)
-        start = 0
-        moved: dict[str, MatrixShard] = {}
-        for shard in kept:
-            moved[shard.fqn] = replace(shard, segment=Segment(start, shard.segment.numel))
-            start += shard.segment.numel
-        in_order = tuple(moved[shard.fqn] for shard in self.shards if shard.trainable)
-        return BlockPlan(self.name, self.world_size, in_order)
+        """Returns what is reduced: the trainable parameters alone."""
+        kept = tuple(shard for shard in self.shards if shard.trainable)
+        return self if kept == self.shards else BlockPlan(self.name, self.world_size, kept)
 
     # Both maps hold owners only. W entries per block would be too many for thousands of ranks.
     @cached_property
-    def _ranges(self) -> Mapping[int, Segment]:
-        numels: dict[int, int] = {}
+    def _numels(self) -> Mapping[int, int]:
+        owned: dict[int, int] = {}
         for shard in self.shards:
-            numels[shard.owner] = numels.get(shard.owner, 0) + shard.segment.numel
-        ranges: dict[int, Segment] = {}
-        start = 0
-        for rank in sorted(numels):
-            ranges[rank] = Segment(start, numels[rank])
-            start += numels[rank]
-        return ranges
+            owned[shard.owner] = owned.get(shard.owner, 0) + shard.numel
+        return owned
 
     @cached_property
     def _bytes(self) -> Mapping[int, int]:
@@ -168,7 +125,6 @@ def check_block(block: BlockPlan) -> None:
     for shard in block.shards:
         _check_shard(shard, block)
     _check_one_tail_owner(block)
-    _check_segments(block)
 
 
 def _check_shard(shard: MatrixShard, block: BlockPlan) -> None:
@@ -180,12 +136,6 @@ def _check_shard(shard: MatrixShard, block: BlockPlan) -> None:
         raise PlanError(
             f"{shard.fqn}: owner is {shard.owner}; legal: 0 to {block.world_size - 1} (ranks of "
             "the shard group)"
-        )
-    numel = math.prod(shard.shape)
-    if shard.segment.numel != numel:
-        raise PlanError(
-            f"{shard.fqn}: its segment has {shard.segment.numel} elements; legal: {numel}, from "
-            f"its shape {shard.shape}"
         )
     ndim = len(shard.shape)
     is_matrix = shard.trainable and ndim == 2
@@ -208,30 +158,3 @@ def _check_one_tail_owner(block: BlockPlan) -> None:
                 f"{shard.fqn}: owner is {shard.owner}; legal: {tail[0].owner}, which owns the "
                 f"tail of block {block.name!r} from {tail[0].fqn} on"
             )
-
-
-def _check_segments(block: BlockPlan) -> None:
-    position = 0
-    previous: MatrixShard | None = None
-    for shard in sorted(block.shards, key=_buffer_order):
-        start = shard.segment.start
-        if start != position:
-            fault = "overlaps what is before it" if start < position else "leaves a gap before it"
-            after = f"after {previous.fqn}" if previous else "at the block's beginning"
-            raise PlanError(
-                f"{shard.fqn}: its segment starts at element {start} and {fault}; legal: "
-                f"{position}, {after} in block {block.name!r}"
-            )
-        if previous is not None and shard.owner < previous.owner:
-            raise PlanError(
-                f"{shard.fqn}: owner {shard.owner} comes after owner {previous.owner} of "
-                f"{previous.fqn} in the buffer of block {block.name!r}; legal: segments ordered "
-                "by owner, so that each owner's part is one range"
-            )
-        position = shard.segment.stop
-        previous = shard
-
-
-def _buffer_order(shard: MatrixShard) -> tuple[int, int, int]:
-    # Owner before numel: of several segments that start together, all but the last are empty.
-    return (shard.segment.start, shard.owner, shard.segment.numel)

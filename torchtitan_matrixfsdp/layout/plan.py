@@ -37,8 +37,6 @@ class _ShardRecord(TypedDict):
     kind: str
     trainable: bool
     owner: int
-    start: int
-    numel: int
 
 
 class _BlockRecord(TypedDict):
@@ -61,9 +59,8 @@ class OwnerPlan:
     only for planners that choose between others. A rank may own nothing at all.
 
     Raises:
-        PlanError: a parameter or block listed twice, an owner outside range(world_size), segments
-            that overlap, leave a gap or disagree with their shape, an owner's parts that lie
-            apart, a tail with two owners, or a shard whose kind or block contradicts it.
+        PlanError: a parameter or block listed twice, an owner outside range(world_size), a tail
+            with two owners, or a shard whose kind or block contradicts it.
     """
 
     planner: str
@@ -210,8 +207,6 @@ def _shard_record(shard: MatrixShard) -> _ShardRecord:
         "kind": shard.kind.value,
         "trainable": shard.trainable,
         "owner": shard.owner,
-        "start": shard.segment.start,
-        "numel": shard.segment.numel,
     }
 
 

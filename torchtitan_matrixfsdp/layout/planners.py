@@ -21,7 +21,6 @@ from torchtitan_matrixfsdp.layout._messages import config_message
 from torchtitan_matrixfsdp.layout.block_plan import (
     BlockPlan,
     MatrixShard,
-    Segment,
     check_world_size,
 )
 from torchtitan_matrixfsdp.layout.costs import gamma
@@ -182,10 +181,7 @@ def _block_plan(
     block: BlockMeta, roles: Sequence[Role], owners: Sequence[int], world_size: int
 ) -> BlockPlan:
     shards: dict[str, MatrixShard] = {}
-    start = 0
-    for owner, role in sorted(
-        zip(owners, roles, strict=True), key=lambda placed: (placed[0], placed[1].index)
-    ):
+    for owner, role in zip(owners, roles, strict=True):
         for param in role.params:
             shards[param.fqn] = MatrixShard(
                 fqn=param.fqn,
@@ -196,7 +192,5 @@ def _block_plan(
                 trainable=param.trainable,
                 block=block.name,
                 owner=owner,
-                segment=Segment(start, param.numel),
             )
-            start += param.numel
     return BlockPlan(block.name, world_size, tuple(shards[param.fqn] for param in block.params))

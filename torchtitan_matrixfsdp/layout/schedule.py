@@ -1,11 +1,14 @@
-"""The point-to-point schedule of one block, and exactly what it sends.
+"""Which ranges of a block buffer travel between which ranks.
 
-A schedule lists every rank's transfers. All ranks derive the same list from the plan, so the
-messages that one rank posts are the ones its peers expect. Volumes are in elements: the itemsize
-on the wire is the transport's choice (parameter dtype for a gather, reduce dtype for a reduction).
+All ranks derive their transfers from the plan, so the messages that one rank posts are the ones its
+peers expect. Volumes are in elements: the itemsize on the wire is the transport's choice (parameter
+dtype for a gather, reduce dtype for a reduction).
 
-With L_r the elements that rank r owns and T their sum, rank r sends (W - 1) * L_r elements in a
-gather and T - L_r in a reduction.
+Two kinds of schedule:
+
+- *fan-out* (``p2p_*``): every run goes from its owner to every other rank, and back;
+- *overflow* (``overflow_*``): what an owner's runs have outside its own slice goes to the ranks
+  whose slices it lies in, and back.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, Segment
+from torchtitan_matrixfsdp.layout.buffer import BufferLayout, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,41 +31,49 @@ class Transfer:
     segment: Segment
 
 
-def p2p_gather(block: BlockPlan) -> tuple[Transfer, ...]:
-    """Returns each owner's part going to every other rank, ordered by (src, dst).
+def p2p_gather_of(layout: BufferLayout, rank: int) -> tuple[Transfer, ...]:
+    """Returns the transfers that ``rank`` sends or receives when every owner's runs go to every
+    other rank; ordered by (src, dst, start), O(W), no empty ones."""
+    transfers = [Transfer(o, rank, run) for o, run in _all_runs(layout) if o != rank]
+    others = [r for r in range(layout.block.world_size) if r != rank]
+    transfers += [Transfer(rank, other, run) for run in layout.runs(rank) for other in others]
+    return _in_order(transfers)
 
-    Ranks that own no element of the block send nothing; empty messages are never listed.
+
+def p2p_reduce_of(layout: BufferLayout, rank: int) -> tuple[Transfer, ...]:
+    """Returns the transfers that ``rank`` sends or receives when every rank's copy of each run goes
+    to its owner: the gather's, turned round."""
+    return _in_order(_reverse(p2p_gather_of(layout, rank)))
+
+
+def overflow_gather_of(layout: BufferLayout, rank: int) -> tuple[Transfer, ...]:
+    """Returns the transfers that ``rank`` sends or receives before the all-gather of slices: each
+    owner's elements outside its own slice go to the rank whose slice they lie in.
+
+    Ordered by (src, dst, start), no empty ones.
+
+    Raises:
+        ValueError: the layout has no slices.
     """
-    parts = _parts(block)
-    return tuple(Transfer(o, d, s) for o, s in parts for d in range(block.world_size) if d != o)
+    size = layout.slice_numel
+    if size == 0 and layout.numel > 0:
+        raise ValueError(f"block {layout.block.name}: the buffer is not arranged in slices")
+    transfers = []
+    own = layout.slice_of(rank)
+    for owner, run in _all_runs(layout):
+        if owner != rank:
+            transfers.append(Transfer(owner, rank, run.overlap(own)))
+            continue
+        for holder in range(run.start // size, (run.stop - 1) // size + 1):
+            if holder != rank:
+                transfers.append(Transfer(rank, holder, run.overlap(layout.slice_of(holder))))
+    return _in_order(t for t in transfers if t.segment.numel)
 
 
-def p2p_reduce(block: BlockPlan) -> tuple[Transfer, ...]:
-    """Returns every rank's copy of each other owner's part going there, ordered by (src, dst).
-
-    The owner receives W - 1 copies, which it sums with its own in rank order.
-    """
-    parts = _parts(block)
-    return tuple(Transfer(r, o, s) for r in range(block.world_size) for o, s in parts if r != o)
-
-
-def p2p_gather_of(block: BlockPlan, rank: int) -> tuple[Transfer, ...]:
-    """Returns the transfers of ``p2p_gather(block)`` that ``rank`` sends or receives.
-
-    O(W), where the whole list has W times as many: what a rank computes at start-up.
-    """
-    own = block.owner_range(rank)
-    received = [Transfer(o, rank, s) for o, s in _parts(block) if o != rank]
-    sent = [Transfer(rank, d, own) for d in range(block.world_size) if d != rank and own.numel]
-    return tuple(sorted(received + sent, key=_by_ranks))
-
-
-def p2p_reduce_of(block: BlockPlan, rank: int) -> tuple[Transfer, ...]:
-    """Returns the transfers of ``p2p_reduce(block)`` that ``rank`` sends or receives; O(W)."""
-    own = block.owner_range(rank)
-    sent = [Transfer(rank, o, s) for o, s in _parts(block) if o != rank]
-    received = [Transfer(r, rank, own) for r in range(block.world_size) if r != rank and own.numel]
-    return tuple(sorted(received + sent, key=_by_ranks))
+def overflow_reduce_of(layout: BufferLayout, rank: int) -> tuple[Transfer, ...]:
+    """Returns the transfers that ``rank`` sends or receives after the reduce-scatter to slices: the
+    gather's, turned round."""
+    return _in_order(_reverse(overflow_gather_of(layout, rank)))
 
 
 def sent_elements(transfers: Iterable[Transfer], rank: int) -> int:
@@ -75,10 +86,14 @@ def sent_messages(transfers: Iterable[Transfer], rank: int) -> int:
     return sum(transfer.src == rank for transfer in transfers)
 
 
-def _by_ranks(transfer: Transfer) -> tuple[int, int]:
-    return transfer.src, transfer.dst
+def _all_runs(layout: BufferLayout) -> list[tuple[int, Segment]]:
+    return [(owner, run) for owner in layout.block.owners for run in layout.runs(owner)]
 
 
-def _parts(block: BlockPlan) -> tuple[tuple[int, Segment], ...]:
-    ranges = ((owner, block.owner_range(owner)) for owner in block.owners)
-    return tuple((owner, segment) for owner, segment in ranges if segment.numel)
+def _reverse(transfers: Iterable[Transfer]) -> list[Transfer]:
+    return [Transfer(t.dst, t.src, t.segment) for t in transfers]
+
+
+def _in_order(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    # Messages between two ranks match by order: both sides must post them alike.
+    return tuple(sorted(transfers, key=lambda t: (t.src, t.dst, t.segment.start)))

@@ -1,0 +1,227 @@
+"""What a rank sends under each transport, and which transport is the cheapest for a block.
+
+One convention for all: a rank's volume is what it sends in the ring form of a collective, the
+form in which every rank sends least. With W ranks, an all-gather or reduce-scatter of slices of S
+elements sends (W - 1) S from every rank in W - 1 messages. A broadcast of n elements passes once
+around the ring from its root: n from every rank but the last, the one before the root. A reduction
+to a root is the same path backwards: n from every rank but the root. A point-to-point transfer
+sends what it carries, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torchtitan_matrixfsdp.layout.block_plan import BlockPlan
+from torchtitan_matrixfsdp.layout.buffer import BufferLayout, arrange_by_owner, arrange_in_slices
+from torchtitan_matrixfsdp.layout.schedule import (
+    Transfer,
+    overflow_gather_of,
+    overflow_reduce_of,
+    sent_elements,
+    sent_messages,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """What one rank sends in one operation: elements, and the messages they travel in."""
+
+    elements: int = 0
+    messages: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.elements + other.elements, self.messages + other.messages)
+
+
+def ring_volume(slice_numel: int, world_size: int) -> Volume:
+    """Returns what each rank sends in an all-gather or reduce-scatter of W equal slices."""
+    if slice_numel == 0:
+        return Volume()
+    return Volume((world_size - 1) * slice_numel, world_size - 1)
+
+
+def broadcast_volume(numel: int, root: int, rank: int, world_size: int) -> Volume:
+    """Returns what ``rank`` sends in a broadcast of ``numel`` elements from ``root``."""
+    is_last = (rank + 1) % world_size == root
+    return Volume() if is_last or numel == 0 else Volume(numel, 1)
+
+
+def reduce_volume(numel: int, root: int, rank: int) -> Volume:
+    """Returns what ``rank`` sends in a reduction of ``numel`` elements to ``root``."""
+    return Volume() if rank == root or numel == 0 else Volume(numel, 1)
+
+
+def transfer_volume(transfers: tuple[Transfer, ...], rank: int) -> Volume:
+    """Returns what ``rank`` sends in a list of transfers."""
+    return Volume(sent_elements(transfers, rank), sent_messages(transfers, rank))
+
+
+VolumeOf = Callable[[BufferLayout, int], Volume]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportModel:
+    """A transport without its collectives: its arrangement, and what it moves.
+
+    Attributes:
+        arrange: the block buffer's arrangement.
+        gather, reduce: what a rank sends in one gather or one reduction.
+        busiest: the most elements that any rank sends or receives in a gather. A reduction is the
+            gather turned round, so it is the same there.
+        rounds: messages of one operation that must follow one another; latency is paid for each.
+    """
+
+    arrange: Callable[[BlockPlan], BufferLayout]
+    gather: VolumeOf
+    reduce: VolumeOf
+    busiest: Callable[[BufferLayout], int]
+    rounds: Callable[[BufferLayout], int]
+
+
+# The volumes are closed forms, the schedules are lists: tests hold one against the other.
+def _p2p_gather(layout: BufferLayout, rank: int) -> Volume:
+    others = layout.block.world_size - 1
+    return Volume(others * layout.owned_numel(rank), others * len(layout.runs(rank)))
+
+
+def _p2p_reduce(layout: BufferLayout, rank: int) -> Volume:
+    others = [owner for owner in layout.block.owners if owner != rank]
+    elements = sum(layout.owned_numel(owner) for owner in others)
+    return Volume(elements, sum(len(layout.runs(owner)) for owner in others))
+
+
+def _p2p_busiest(layout: BufferLayout) -> int:
+    block = layout.block
+    return (block.world_size - 1) * max(map(layout.owned_numel, block.owners), default=0)
+
+
+def _p2p_rounds(layout: BufferLayout) -> int:
+    return layout.block.world_size - 1  # a rank's sends leave one after another
+
+
+def _broadcast_gather(layout: BufferLayout, rank: int) -> Volume:
+    block = layout.block
+    volumes = (
+        broadcast_volume(layout.owned_numel(root), root, rank, block.world_size)
+        for root in block.owners
+    )
+    return sum(volumes, Volume())
+
+
+def _broadcast_reduce(layout: BufferLayout, rank: int) -> Volume:
+    volumes = (reduce_volume(layout.owned_numel(o), o, rank) for o in layout.block.owners)
+    return sum(volumes, Volume())
+
+
+def _broadcast_busiest(layout: BufferLayout) -> int:
+    block = layout.block
+    owned = [layout.owned_numel(rank) for rank in block.owners]
+    spared = min(owned) if len(owned) == block.world_size else 0
+    return sum(owned) - spared
+
+
+def _broadcast_rounds(layout: BufferLayout) -> int:
+    # Each passes around the ring, and one communicator runs them in turn.
+    return len(layout.block.owners) * (layout.block.world_size - 1)
+
+
+def _balanced_gather(layout: BufferLayout, rank: int) -> Volume:
+    ring = ring_volume(layout.slice_numel, layout.block.world_size)
+    return ring + transfer_volume(overflow_gather_of(layout, rank), rank)
+
+
+def _balanced_reduce(layout: BufferLayout, rank: int) -> Volume:
+    ring = ring_volume(layout.slice_numel, layout.block.world_size)
+    return ring + transfer_volume(overflow_reduce_of(layout, rank), rank)
+
+
+def _balanced_busiest(layout: BufferLayout) -> int:
+    ring = ring_volume(layout.slice_numel, layout.block.world_size)
+    overflow = [
+        transfer
+        for owner in layout.block.owners
+        for transfer in overflow_gather_of(layout, owner)
+        if transfer.src == owner
+    ]
+    moved: dict[tuple[str, int], int] = {}
+    for transfer in overflow:
+        for side in (("sent", transfer.src), ("received", transfer.dst)):
+            moved[side] = moved.get(side, 0) + transfer.segment.numel
+    return ring.elements + max(moved.values(), default=0)
+
+
+def _balanced_rounds(layout: BufferLayout) -> int:
+    overflow = (transfer_volume(overflow_gather_of(layout, r), r) for r in layout.block.owners)
+    ring = ring_volume(layout.slice_numel, layout.block.world_size)
+    return ring.messages + max((volume.messages for volume in overflow), default=0)
+
+
+# In the order of preference among equals: an all-gather is what backends run best.
+TRANSPORT_MODELS: Mapping[str, TransportModel] = MappingProxyType(
+    {
+        "balanced": TransportModel(
+            arrange_in_slices,
+            _balanced_gather,
+            _balanced_reduce,
+            _balanced_busiest,
+            _balanced_rounds,
+        ),
+        "p2p": TransportModel(
+            arrange_by_owner, _p2p_gather, _p2p_reduce, _p2p_busiest, _p2p_rounds
+        ),
+        "broadcast": TransportModel(
+            arrange_by_owner,
+            _broadcast_gather,
+            _broadcast_reduce,
+            _broadcast_busiest,
+            _broadcast_rounds,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """What a link costs: seconds per message that must wait for another, bytes per second.
+
+    The defaults are one 200 Gbit/s port per rank. Only their ratio matters to a choice.
+    """
+
+    latency_s: float = 5e-6
+    bytes_per_s: float = 25e9
+
+
+def transport_seconds(
+    name: str, block: BlockPlan, gather_itemsize: int, reduce_itemsize: int, link: LinkModel
+) -> float:
+    """Returns the modelled seconds of a step's transfers of one block: two gathers, one reduction.
+
+    Each operation takes what its busiest rank sends or receives, at the link's rate, and one
+    latency per round.
+    """
+    model = TRANSPORT_MODELS[name]
+    layout, reduced = model.arrange(block), model.arrange(block.trainable())
+    nbytes = 2 * model.busiest(layout) * gather_itemsize + model.busiest(reduced) * reduce_itemsize
+    rounds = 2 * model.rounds(layout) + model.rounds(reduced)
+    return nbytes / link.bytes_per_s + rounds * link.latency_s
+
+
+def choose_transport(
+    block: BlockPlan,
+    gather_itemsize: int,
+    reduce_itemsize: int,
+    link: LinkModel | None = None,
+) -> str:
+    """Returns the name of the transport that the model finds cheapest for ``block``.
+
+    Depends on the arguments' values only, so every rank chooses alike. ``gather_itemsize`` and
+    ``reduce_itemsize`` are the bytes per element on the wire.
+    """
+    link = link or LinkModel()
+    return min(
+        TRANSPORT_MODELS,
+        key=lambda name: transport_seconds(name, block, gather_itemsize, reduce_itemsize, link),
+    )
