@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.oracle import OracleMuon
-from torchtitan_matrixfsdp.comm import TrafficCounter, agree_on_plan, transport_factory
+from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
@@ -23,7 +23,7 @@ from torchtitan_matrixfsdp.layout import (
     route,
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerDTensor, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, owner_shard
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
@@ -114,6 +114,8 @@ class Run:
 
     mode: str = "zero3"
     planner: str = "cost_aware"
+    transport: str = "auto"
+    defer_release: bool | None = None
     accumulation: int = 1
     deferred: bool = False
     checkpointing: bool = False
@@ -144,7 +146,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
             model.layers.register_module(name, checkpoint_wrapper(layer))
     routing = route_toy(model)
     policy = run.mp_policy or MixedPrecisionPolicy()
-    counter = TrafficCounter()
+    context = OwnerContext(defer_release=run.defer_release)
     plan = None
     if run.mode == "zero3":
         _, blocks = metas_of(model)
@@ -158,8 +160,8 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
             owner_shard(
                 layer,
                 plan.block(f"layers.{name}"),
-                transport=transport_factory("p2p"),
-                counter=counter,
+                transport=TransportFactory(run.transport),
+                context=context,
                 **options,
             )
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -176,7 +178,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
-    return Sharded(model, plan, make_optimizers(model, routing, run), counter, routing)
+    return Sharded(model, plan, make_optimizers(model, routing, run), context.counter, routing)
 
 
 def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalStepOptimizer]:

@@ -47,6 +47,12 @@ from torchtitan_matrixfsdp.layout import (
     ring_volume,
 )
 
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # their names before torch 2.13, which deprecates these
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
 
 def view_segment(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     """The 1D view of ``segment`` in a 1D ``buffer``; numel 0 for an empty segment."""
@@ -246,7 +252,7 @@ class BalancedTransport(Transport):
         own = view_segment(buffer, self._slice)
         self._record("gather", ring_volume(own.numel(), self._world_size), own)
         # In place: each rank's input is its slice of the output, as in FSDP2.
-        work = dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)
+        work = all_gather_single(buffer, own, group=group, async_op=True)
         return [_started(work)]
 
     def reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -255,9 +261,10 @@ class BalancedTransport(Transport):
             return torch.cat(own) if own else buffer.new_empty(0)
         part = buffer.new_empty(self._slice.numel)
         self._record("reduce", ring_volume(part.numel(), self._world_size), part)
-        dist.reduce_scatter_tensor(part, buffer, op=dist.ReduceOp.SUM, group=group)
-        if self._is_own_slice():
-            return part
+        reduce_scatter_single(part, buffer, op=dist.ReduceOp.SUM, group=group)
+        own_runs = self.layout.runs(self._rank)
+        if not self._reduce and len(own_runs) == 1 and own_runs[0].start == self._slice.start:
+            return part.narrow(0, 0, own_runs[0].numel)  # the usual case when balanced
         total = buffer.new_empty(self.layout.owned_numel(self._rank))
 
         def in_part(segment: Segment) -> torch.Tensor:
@@ -267,18 +274,13 @@ class BalancedTransport(Transport):
             return total.narrow(0, self.layout.offset_in_runs(segment, self._rank), segment.numel)
 
         works = self._post("reduce", self._reduce, group, in_part, lambda t: in_total(t.segment))
-        for run in self.layout.runs(self._rank):
+        for run in own_runs:
             at_home = run.overlap(self._slice)
             if at_home.numel:
                 in_total(at_home).copy_(in_part(at_home))
         for work in works:
             work.wait()
         return total
-
-    def _is_own_slice(self) -> bool:
-        """Whether what this rank owns is its slice from its beginning, and nobody needs more."""
-        runs = self.layout.runs(self._rank)
-        return not self._reduce and len(runs) == 1 and runs[0] == self._slice
 
 
 def _p2p_op(

@@ -4,6 +4,7 @@ Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported
 :mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only.
 """
 
+from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     Owner,
     OwnerDTensor,
@@ -13,7 +14,9 @@ from torchtitan_matrixfsdp.runtime.owner_dtensor import (
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 
 __all__ = [
+    "BufferStateError",
     "Owner",
+    "OwnerContext",
     "OwnerDTensor",
     "owner_shard",
     "reset_iter_state",

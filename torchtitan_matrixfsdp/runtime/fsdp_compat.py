@@ -47,6 +47,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
     FSDPMeshInfo,
+    TrainingState,
     _disable_functorch_if_active,
     _dynamo_disable,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "FSDPParamGroup",
     "ReduceScatter",
     "ShardedState",
+    "TrainingState",
     "append_param_group",
     "contiguous_strides",
     "device_handle",
@@ -91,6 +93,7 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "rebind",
     "register_foreach_type",
+    "set_local",
     "spec_of",
 ]
 
@@ -194,6 +197,11 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself: no autograd node, no view, unlike ``to_local`` under grad."""
     return tensor._local_tensor
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Give a DTensor another local tensor of the same shape and dtype, in other memory."""
+    tensor._local_tensor = local
 
 
 def drop_unsharded_gradients(module: nn.Module) -> None:

@@ -1,14 +1,13 @@
 """The parameter group of one block, and the three collectives that differ from stock.
 
 [Note: streams and lifetimes]
-The order is FSDP2's. Gather: the owner's segments are packed in the copy-in stream, travel
-in the all-gather stream, and are copied out in the compute stream after the gather event;
-the block buffer is held by the all-gather result (in forward by the comm context until the
-next copy-out) so its memory is not reused under a running copy. Reduction: gradients are
-packed in the compute stream, travel and are summed in the reduce-scatter stream, and the
-packed buffer is held by the reduce-scatter state until its event has passed. The owner's
+The order is FSDP2's. Gather: the owner's parameters are cast into the block buffer in the copy-in
+stream, travel in the all-gather stream, and are read by the compute stream after the gather's
+event; nothing is copied out ([Note: block buffers] says when the memory is given back). Reduction:
+gradients are packed in the compute stream, travel and are summed in the reduce-scatter stream, and
+the packed buffer is held by the reduce-scatter state until its event has passed. The owner's
 reduced gradient is a view into one flat tensor which the sharded gradients keep alive until
-``zero_grad``. On CPU streams are no-ops and all of this is sequential.
+``zero_grad`` ([Note: pinned gradients]). On CPU streams are no-ops and all of this is sequential.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, view_segment
+from torchtitan_matrixfsdp.comm import TransportFactory, view_segment
 from torchtitan_matrixfsdp.layout import BlockPlan
+from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer, BufferState, OwnerContext
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     AllGather,
     AllGatherResult,
     FSDPParam,
     FSDPParamGroup,
     ReduceScatter,
+    TrainingState,
     device_handle,
     disable_functorch_if_active,
     dynamo_disable,
@@ -54,21 +55,27 @@ class PendingWorks(dist.Work):
 
 
 class OwnerComm(AllGather, ReduceScatter):
-    """Carries a block's plan and transport through the places where stock FSDP2 passes its
+    """Carries a block's transports and memory through the places where stock FSDP2 passes its
     all-gather and reduce-scatter objects. It is never called as a collective itself.
 
     Attributes:
-        block: layout of the gather (every parameter of the block).
-        grad_block: layout of the reduction (its trainable parameters).
+        block: the block's plan.
+        rank: this rank within the shard group.
+        context: what the model's blocks share.
+        gather_transport: moves every parameter of the block.
+        reduce_transport: moves the gradients of its trainable parameters.
+        buffer: the unsharded parameters' memory.
     """
 
     def __init__(
-        self, block: BlockPlan, transport: TransportFactory, rank: int, counter: TrafficCounter
+        self, block: BlockPlan, transport: TransportFactory, rank: int, context: OwnerContext
     ) -> None:
         self.block = block
-        self.grad_block = block.trainable()
-        self.gather_transport = transport(self.block, rank, counter)
-        self.reduce_transport = transport(self.grad_block, rank, counter)
+        self.rank = rank
+        self.context = context
+        self.gather_transport = transport(block, rank, context.counter)
+        self.reduce_transport = transport(block.trainable(), rank, context.counter)
+        self.buffer = BlockBuffer(block.name, self.gather_transport.layout.numel)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -100,28 +107,25 @@ def owner_all_gather(
     device: torch.device,
     all_gather_comm: Any,
 ) -> AllGatherResult:
-    """Stands in for ``foreach_all_gather``: fills a flat block buffer from all owners."""
+    """Stands in for ``foreach_all_gather``: fills the block buffer from all owners."""
     comm = _owner_comm(all_gather_comm)
     handle = device_handle(device)
     params = _owner_params(fsdp_params)
+    dtype = params[0].gather_dtype
+    if (readers := comm.context.revive(comm.buffer)) is not None:
+        copy_in_stream.wait_event(readers)
     with handle.stream(copy_in_stream):
-        inputs = [p.gather_input() for p in params]
-        (dtype,) = {t.dtype for t in inputs}
-        buffer = comm.allocate((comm.block.numel,), dtype=dtype, device=device)
-        owned = [(p, t) for p, t in zip(params, inputs, strict=True) if p.is_owner]
-        if owned:
-            torch._foreach_copy_(
-                [view_segment(buffer, p.shard.segment) for p, _ in owned], [t for _, t in owned]
-            )
+        flat = comm.buffer.start_gather(dtype, device)
+        _copy_in(flat, params)
     all_gather_stream.wait_stream(copy_in_stream)
     with handle.stream(all_gather_stream):
-        works = PendingWorks(comm.gather_transport.gather(buffer, group))
+        works = PendingWorks(comm.gather_transport.gather(flat, group))
         if not async_op:
             works.wait()  # on CUDA this orders the stream, not the host
         event = all_gather_stream.record_event()
-    numels = [p.shard.segment.numel for p in params]
+    numels = [p.shard.numel for p in params]
     return AllGatherResult(
-        all_gather_output=buffer,
+        all_gather_output=flat,
         all_gather_event=event,
         all_gather_work=works if async_op else None,
         param_all_gather_input_dtypes=[[dtype] for _ in params],
@@ -130,28 +134,25 @@ def owner_all_gather(
     )
 
 
+def _copy_in(flat: torch.Tensor, params: list[OwnerParam]) -> None:
+    """Cast what this rank owns into its places."""
+    owned = [p for p in params if p.is_owner]
+    if owned:
+        torch._foreach_copy_(
+            [view_segment(flat, p.segment) for p in owned], [p.gather_source() for p in owned]
+        )
+
+
 @torch.no_grad()
 def owner_all_gather_copy_out(
     result: AllGatherResult, fsdp_params: list[FSDPParam], group: dist.ProcessGroup
 ) -> None:
-    """Stands in for ``foreach_all_gather_copy_out``: block buffer to unsharded parameters."""
+    """Stands in for ``foreach_all_gather_copy_out``: waits; there is nothing to copy."""
     buffer = result.all_gather_output
     if result.all_gather_event is not None:
         device_handle(buffer.device).current_stream().wait_event(result.all_gather_event)
     if isinstance(result.all_gather_work, dist.Work):
         result.all_gather_work.wait()
-    outputs: list[torch.Tensor] = []
-    segments: list[torch.Tensor] = []
-    for param in _owner_params(fsdp_params):
-        param.init_all_gather_outputs([], [buffer.dtype], 1, buffer.device)
-        param.alloc_all_gather_outputs()
-        outputs.append(param.all_gather_outputs[0])
-        segments.append(view_segment(buffer, param.shard.segment))
-    # The unsharded parameters keep their autograd version: their values are what they were
-    # when autograd saved them (as stock FSDP2 does).
-    tracked = tuple(t for t in outputs if not t.is_inference())
-    with torch.autograd._unsafe_preserve_version_counter(tracked):
-        torch._foreach_copy_(outputs, segments)
 
 
 @torch.no_grad()
@@ -179,31 +180,29 @@ def owner_reduce(
     means the data-parallel size, as in FSDP2. The result has the stock function's seven fields.
     """
     comm = _owner_comm(reduce_scatter_comm)
-    block = comm.grad_block
+    transport = comm.reduce_transport
+    layout = transport.layout
     params = _owner_params(fsdp_params)
-    _require_all_gradients(block, params)
+    _require_all_gradients(layout.block, params)
     handle = device_handle(device)
     world_size = reduce_scatter_group.size()
     replicas = all_reduce_group.size() if all_reduce_group is not None else 1
     mean = float(world_size * replicas)
     divisor = mean if gradient_divide_factor is None else gradient_divide_factor
     buffer = comm.allocate(
-        (block.numel,), dtype=reduce_dtype or unsharded_grads[0].dtype, device=device
+        (layout.numel,), dtype=reduce_dtype or unsharded_grads[0].dtype, device=device
     )
-    by_fqn = {shard.fqn: shard.segment for shard in block.shards}
+    segments = [layout.segments[p.shard.fqn] for p in params]
     torch._foreach_copy_(
-        [view_segment(buffer, by_fqn[p.shard.fqn]) for p in params],
+        [view_segment(buffer, segment) for segment in segments],
         [grad.reshape(-1) for grad in unsharded_grads],
     )
     unsharded_grads.clear()
     reduce_scatter_stream.wait_stream(handle.current_stream())
     all_reduce_input = all_reduce_event = None
     with handle.stream(reduce_scatter_stream):
-        reduced = (
-            comm.reduce_transport.reduce(buffer, reduce_scatter_group)
-            if world_size > 1
-            else buffer.clone()
-        )
+        reduced = transport.reduce(buffer, reduce_scatter_group)
+        comm.context.pins.check_unpinned(comm.block.name, reduced)
         reduce_scatter_event = reduce_scatter_stream.record_event()
         post_reduce_stream = reduce_scatter_stream
         if all_reduce_group is not None:
@@ -231,12 +230,12 @@ def owner_reduce(
         if divisor != 1.0:
             reduced.div_(divisor)
         gradient = reduced if orig_dtype is None else reduced.to(orig_dtype)
-        own = block.owner_range(reduce_scatter_group.rank())
-        for param in params:
-            segment = by_fqn[param.shard.fqn]
-            start = segment.start - own.start if param.is_owner else 0
+        for param, segment in zip(params, segments, strict=True):
+            start = layout.offset_in_runs(segment, comm.rank) if param.is_owner else 0
             numel = segment.numel if param.is_owner else 0
-            _accumulate(param, gradient.narrow(0, start, numel).view(param.sharded_size))
+            own = gradient.narrow(0, start, numel).view(param.sharded_size)
+            _accumulate(param, own, post_reduce_stream)
+        comm.context.pins.pin(comm.block.name, gradient, [p.sharded_param for p in params])
         post_reduce_event = post_reduce_stream.record_event()
     return (
         buffer,
@@ -253,14 +252,23 @@ def _owner_params(fsdp_params: list[FSDPParam]) -> list[OwnerParam]:
     return [p for p in fsdp_params if isinstance(p, OwnerParam)]
 
 
-def _accumulate(param: OwnerParam, grad: torch.Tensor) -> None:
+def _accumulate(param: OwnerParam, grad: torch.Tensor, stream: torch.Stream) -> None:
+    """Add ``grad`` (this rank's part, on the compute device) to the sharded gradient."""
     sharded = param.sharded_param
+    hooks = post_accumulate_grad_hooks(sharded)
+    if param.offload_to_cpu:
+        # Only the optimizer may find a copy in flight: an addition or a hook reads at once.
+        overlap = param.pin_memory and sharded.grad is None and not hooks
+        grad = grad.to(torch.device("cpu"), non_blocking=overlap)
+        if overlap:
+            # FSDP2 makes the host wait for it at the end of backward.
+            param.grad_offload_event = stream.record_event()
     if sharded.grad is None:
         sharded.grad = param.to_sharded_dtensor(grad)
     else:
         assert isinstance(sharded.grad, OwnerDTensor)
         local_of(sharded.grad).add_(grad)
-    for hook in post_accumulate_grad_hooks(sharded):
+    for hook in hooks:
         hook(sharded)
 
 
@@ -278,7 +286,17 @@ def _require_all_gradients(block: BlockPlan, params: list[OwnerParam]) -> None:
         )
 
 
+def _alloc_nothing(tensor: torch.Tensor) -> None:
+    """Stands in for ``alloc_storage`` where stock FSDP2 allocates parameter by parameter."""
+
+
 _stock_init = rebind(FSDPParamGroup.__init__, FSDPParam=OwnerParam)
+_stock_unshard = rebind(FSDPParamGroup.unshard, foreach_all_gather=owner_all_gather)
+_stock_wait_for_unshard = rebind(
+    FSDPParamGroup.wait_for_unshard,
+    foreach_all_gather_copy_out=owner_all_gather_copy_out,
+    alloc_storage=_alloc_nothing,
+)
 
 
 class OwnerParamGroup(FSDPParamGroup):
@@ -295,6 +313,11 @@ class OwnerParamGroup(FSDPParamGroup):
         _stock_init(self, params, modules, shard_placement_fn=lookup, **stock_arguments)
         self._all_gather_comm = comm
         self._reduce_scatter_comm = comm
+        self._comm = comm
+        for param in _owner_params(self.fsdp_params):
+            param.attach(comm.buffer, comm.gather_transport.layout.segments[param.shard.fqn])
+        defer = comm.context.defer_release
+        self._defer_release = self.device.type != "cpu" if defer is None else defer
         # A parameter that this rank's batch did not use must still take part in the block's
         # reduction: it counts as a zero gradient, so that all ranks step alike.
         self.reduce_scatter_unused_params = True
@@ -308,14 +331,64 @@ class OwnerParamGroup(FSDPParamGroup):
         raise NotImplementedError(_custom_collective("set_allocate_memory_from_process_group"))
 
     # rebind peels decorators off, so the stock ones are put back on.
-    unshard = disable_functorch_if_active(
-        rebind(FSDPParamGroup.unshard, foreach_all_gather=owner_all_gather)
-    )
-    wait_for_unshard = disable_functorch_if_active(
-        rebind(
-            FSDPParamGroup.wait_for_unshard, foreach_all_gather_copy_out=owner_all_gather_copy_out
-        )
-    )
+    @disable_functorch_if_active
+    def unshard(self, async_op: bool = False) -> None:
+        """Start the gather, as in FSDP2; nothing if one is under way or done."""
+        was_pending = self._all_gather_result is not None
+        _stock_unshard(self, async_op)
+        is_started = self._all_gather_result is not None and not was_pending
+        if is_started and self._comm.block.world_size == 1:
+            # Stock copies parameter by parameter here, in the compute stream: no reader to order.
+            self._comm.context.revive(self._comm.buffer)
+            (dtype,) = {p.gather_dtype for p in _owner_params(self.fsdp_params)}
+            self._comm.buffer.start_gather(dtype, self.device)
+
+    @disable_functorch_if_active
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather and put the unsharded parameters on the modules, as in FSDP2."""
+        if self._all_gather_result is None:
+            return
+        # This block's gather is issued, so earlier blocks may give their memory back.
+        self._release_retired()
+        _stock_wait_for_unshard(self)
+        self._comm.buffer.finish_gather()
+
     post_backward = dynamo_disable(
         rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
     )
+
+    def finalize_backward(self) -> None:
+        """The end of a backward: memory that nobody came for is given back, and what the optimizer
+        will read is checked."""
+        super().finalize_backward()
+        self._abandon_gather()
+        self._release_retired()
+        self._comm.context.pins.verify(self._comm.block.name)
+
+    def _reset_iter_state(self) -> None:
+        super()._reset_iter_state()
+        self._abandon_gather()
+        self._release_retired()
+
+    def _to_sharded(self) -> None:
+        was_sharded = self.is_sharded
+        super()._to_sharded()
+        if was_sharded:
+            return
+        buffer = self._comm.buffer
+        buffer.retire()
+        event = self.device_handle.Event()
+        event.record()
+        if self._defer_release and self._training_state == TrainingState.FORWARD:
+            self._comm.context.defer(buffer, event)
+        else:
+            self._wait_all_gather_streams_on_event(event)
+            buffer.release()
+
+    def _abandon_gather(self) -> None:
+        """Give back a gather that was waited for by nobody but the caller."""
+        if self._comm.buffer.state is BufferState.GATHERING:
+            self._comm.buffer.release()
+
+    def _release_retired(self) -> None:
+        self._comm.context.release_retired(self._wait_all_gather_streams_on_event)

@@ -5,9 +5,10 @@ FSDP2's own note names the tensors of a parameter; for an owner parameter they a
 - original parameter ``[*shape]``: what the module had when it was sharded (often on meta);
 - sharded parameter: an :class:`OwnerDTensor` of global ``[*shape]``; its local tensor is
   ``[*shape]`` on the owner and ``[0, *shape[1:]]`` elsewhere, where it holds no storage;
-- gather input: on the owner, the local tensor cast to the parameter dtype; nothing elsewhere;
-- gather output ``[numel]`` and unsharded parameter ``[*shape]``: as in FSDP2, one storage
-  that is resized in place, so that views saved by autograd stay valid.
+- gather source: on the owner, the local tensor ``[numel]``; nothing elsewhere;
+- unsharded parameter ``[*shape]``: in the gather dtype, a view into the block's flat buffer
+  ([Note: block buffers] in ``buffers``), whose storage is resized in place, so that views saved
+  by autograd stay valid.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchtitan_matrixfsdp.layout import MatrixShard
+from torchtitan_matrixfsdp.comm import view_segment
+from torchtitan_matrixfsdp.layout import MatrixShard, Segment
+from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPMeshInfo,
     FSDPParam,
@@ -28,6 +31,7 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     local_of,
     make_spec,
     orig_param_uid,
+    set_local,
     spec_of,
 )
 from torchtitan_matrixfsdp.runtime.owner_dtensor import Owner, OwnerDTensor
@@ -98,6 +102,7 @@ class OwnerParam(FSDPParam):
             local = param.detach().clone(memory_format=torch.contiguous_format)
         else:
             local = param.new_empty(self.sharded_size)
+        local = self._offloaded(local)
         self._sharded_param_data = local.view(-1)
         self.sharded_param = nn.Parameter(
             self.to_sharded_dtensor(local), requires_grad=param.requires_grad
@@ -116,11 +121,22 @@ class OwnerParam(FSDPParam):
             )
         return OwnerDTensor.from_spec(tensor, self._sharding_spec)
 
-    def gather_input(self) -> torch.Tensor:
-        """This rank's part of the gather, 1D: ``[numel]`` in the parameter dtype on the owner,
-        ``[0]`` elsewhere."""
-        (data,) = self.all_gather_inputs
-        return data
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The unsharded parameter's dtype: mixed precision's parameter dtype, or its own."""
+        return self.param_dtype or self.orig_dtype
+
+    def attach(self, buffer: BlockBuffer, segment: Segment) -> None:
+        """Say where the unsharded parameter lives: ``segment`` of the block's flat buffer."""
+        self._buffer = buffer
+        self.segment = segment
+        self._is_made = False
+
+    def gather_source(self) -> torch.Tensor:
+        """What the owner contributes to a gather: 1D ``[numel]`` in the stored dtype, on the
+        compute device."""
+        data = self._sharded_param_data
+        return data.to(self.device, non_blocking=True) if self.offload_to_cpu else data
 
     def init_all_gather_outputs(
         self,
@@ -129,10 +145,33 @@ class OwnerParam(FSDPParam):
         world_size: int,
         device: torch.device,
     ) -> None:
-        # The stock version multiplies one rank's share by the world size; ours is whole.
-        super().init_all_gather_outputs(
-            [self._orig_size.numel()], all_gather_input_dtypes, 1, device
-        )
+        """The group has allocated the block buffer; this parameter's part is a view."""
+        if not self.all_gather_outputs:
+            self.all_gather_outputs = [view_segment(self._buffer.flat, self.segment)]
+
+    def init_unsharded_param(self) -> None:
+        """Make the unsharded parameter once; the storage under it comes and goes."""
+        if self._is_made:
+            return
+        self._is_made = True
+        self.init_all_gather_outputs([], [], 1, self.device)
+        # ``data`` has a version counter of its own: a gather restores the values that autograd may
+        # have saved, so its writes to the buffer must not count as changes to the parameter.
+        view = self.all_gather_outputs[0].data.view(self._orig_size)
+        self._unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
+
+    def alloc_all_gather_outputs(self) -> None:
+        """The group allocates the whole block at once."""
+
+    def free_unsharded_param(self) -> None:
+        """The group gives the whole block's memory back at once."""
+
+    def _offloaded(self, local: torch.Tensor) -> torch.Tensor:
+        """``local``, in (pinned) host memory where the policy offloads; as in FSDP2."""
+        if not self.offload_to_cpu or local.is_meta:
+            return local
+        local = local.cpu()
+        return local.pin_memory() if self.pin_memory and not local.is_pinned() else local
 
     def reset_sharded_param(self) -> None:
         """Pick up a local tensor that ``to_empty`` or ``load_state_dict`` has replaced."""
@@ -153,5 +192,8 @@ class OwnerParam(FSDPParam):
                 f"{self.shard.fqn}: local shape {tuple(local.shape)} on rank "
                 f"{self.mesh_info.shard_mesh_rank}, expected {tuple(self.sharded_size)}"
             )
-        self._sharded_param_data = local.view(-1)
+        offloaded = self._offloaded(local)
+        if offloaded is not local:
+            set_local(current, offloaded)
+        self._sharded_param_data = offloaded.view(-1)
         self._sharding_spec = spec_of(current)

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory
+from torchtitan_matrixfsdp.comm import TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
+from torchtitan_matrixfsdp.runtime.buffers import OwnerContext
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
     drop_unsharded_gradients,
@@ -33,9 +34,10 @@ def owner_shard(
     *,
     mesh: DeviceMesh,
     transport: TransportFactory,
-    counter: TrafficCounter | None = None,
+    context: OwnerContext,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
     """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
 
@@ -47,10 +49,12 @@ def owner_shard(
         block: its plan; ``block.world_size`` must be the mesh's shard size. FQNs are
             ``block.name`` plus the module's own canonical names.
         mesh: 1D (shard) or 2D (replicate, shard).
-        transport: makes what moves the segments.
-        counter: totals what this rank sends; share one between blocks.
+        transport: makes what moves the block.
+        context: one for all blocks of a model.
         reshard_after_forward: as in FSDP2; an integer (a smaller mesh) is refused.
         mp_policy: FSDP2 mixed precision; float16 is refused (no loss scaling here).
+        offload_policy: FSDP2's; with ``CPUOffloadPolicy`` owner shards, gradients and hence
+            optimizer state live in host memory.
 
     Raises:
         NotImplementedError: an integer reshard, float16, or parameters that are DTensors.
@@ -62,6 +66,7 @@ def owner_shard(
             "a smaller mesh) is not supported with owner shards: expected True, False or None."
         )
     mp_policy = mp_policy or MixedPrecisionPolicy()
+    offload_policy = offload_policy or OffloadPolicy()
     if torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype):
         raise NotImplementedError(
             f"block {block.name}: float16 mixed precision is not supported with owner shards; "
@@ -82,6 +87,7 @@ def owner_shard(
         mesh=mesh,
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
         ignored_params=set(params),
     )
     mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
@@ -89,12 +95,12 @@ def owner_shard(
         list(params),
         (module,),
         params.__getitem__,
-        OwnerComm(block, transport, mesh_info.shard_mesh_rank, counter or TrafficCounter()),
+        OwnerComm(block, transport, mesh_info.shard_mesh_rank, context),
         mesh_info=mesh_info,
         post_forward_mesh_info=post_forward_mesh_info,
         device=mesh_device(mesh),
         mp_policy=mp_policy,
-        offload_policy=OffloadPolicy(),
+        offload_policy=offload_policy,
     )
     append_param_group(module, group)
     return module

@@ -10,7 +10,7 @@ field types as objects.
 
 from dataclasses import dataclass, field
 
-from torchtitan_matrixfsdp.comm import TRANSPORTS
+from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES
 from torchtitan_matrixfsdp.layout import PLANNERS
 from torchtitan_matrixfsdp.optim import ADJUST_LR
 from torchtitan_matrixfsdp.titan.checks import (
@@ -39,14 +39,18 @@ class OwnerFSDP:
     planner: str = "cost_aware"
     """Who owns what: "role_greedy", "scope_greedy" or "cost_aware" (the paper's three)."""
 
-    transport: str = "p2p"
-    """How segments travel: "p2p" (batched send/receive from and to each owner)."""
+    transport: str = "auto"
+    """
+    How blocks travel: "balanced" (an all-gather and a reduce-scatter of equal slices, the overflow
+    sent beforehand or afterwards), "p2p" (the paper's fan-out), "broadcast" (one per owner), or
+    "auto": the cheapest of them for each block.
+    """
 
     def __post_init__(self) -> None:
         check_field_types(self, "owner_fsdp")
         check_choice("owner_fsdp.mode", self.mode, MODES)
         check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
-        check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORTS))
+        check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORT_NAMES))
 
 
 @dataclass

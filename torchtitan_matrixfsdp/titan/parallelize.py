@@ -28,7 +28,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from torchtitan.tools.logging import logger
 
-from torchtitan_matrixfsdp.comm import TrafficCounter, agree_on_plan, transport_factory
+from torchtitan_matrixfsdp.comm import TransportFactory, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
@@ -38,7 +38,7 @@ from torchtitan_matrixfsdp.layout import (
     make_plan,
     route,
 )
-from torchtitan_matrixfsdp.runtime import owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.validation import (
@@ -75,7 +75,7 @@ def parallelize_owner_model(
     blocks = describe_blocks(model)
     routing = route_model(model, matrix_optimizer)
     plan = None
-    counter = TrafficCounter()
+    context = OwnerContext()
     if parallel_dims.dp_shard_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         mesh = parallel_dims.get_mesh(names)
@@ -84,11 +84,11 @@ def parallelize_owner_model(
                 owner_fsdp.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1)
             )
             agree_on_plan(plan)
-        _apply_fsdp(model, mesh, plan, counter, job_config)
+        _apply_fsdp(model, mesh, plan, context, job_config)
     elif parallel_dims.dp_replicate_enabled:
         # Sums gradients once the loss function has undone DDP's mean; see titan.loss.
         replicate(model, device_mesh=parallel_dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
-    model.owner_setup = OwnerSetup(routing, plan, counter, matrix_optimizer)
+    model.owner_setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer)
     _log_setup(model.owner_setup, job_config, parallel_dims)
     return model
 
@@ -137,18 +137,21 @@ def _apply_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: OwnerPlan | None,
-    counter: TrafficCounter,
+    context: OwnerContext,
     job_config: TitanJobConfig,
 ) -> None:
     """FSDP2 as TorchTitan applies it, with owner shards for the blocks where there is a plan."""
     training = job_config.training
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-    )
+    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     policy = job_config.parallelism.fsdp_reshard_after_forward
     reshard = policy != "never"
-    factory = transport_factory(owner_fsdp_of(job_config).transport)
+    factory = TransportFactory(
+        owner_fsdp_of(job_config).transport,
+        param_dtype.itemsize,
+        reduce_dtype.itemsize,
+    )
     embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
     tied = output.get_parameter("weight") is embedding.get_parameter("weight")
     if not tied:
@@ -162,7 +165,7 @@ def _apply_fsdp(
                 plan.block(f"layers.{name}"),
                 mesh=mesh,
                 transport=factory,
-                counter=counter,
+                context=context,
                 mp_policy=mp_policy,
                 reshard_after_forward=reshard,
             )

@@ -1,0 +1,235 @@
+"""Who may touch a block's memory, and when: explicit states, each transition asserted.
+
+[Note: block buffers]
+A block's unsharded parameters are views into one flat buffer, whose storage is resized in place:
+views that autograd saved in forward are valid again after the gather in backward. Its states:
+
+    RELEASED   no storage
+    GATHERING  storage is there and a gather writes it; nobody may read
+    UNSHARDED  whole; the block's modules read it
+    RETIRED    resharded, but kernels queued earlier may still read it: pinned, until the streams
+               that could reuse the memory have waited for the event recorded at the reshard
+
+    RELEASED -> GATHERING -> UNSHARDED -> RETIRED -> RELEASED
+                GATHERING -> RELEASED   a gather that nobody used, or that a fault interrupted
+                RETIRED -> GATHERING    revived: gathered again before its memory was given back
+
+Stock FSDP2 keeps two copies while it unshards (the all-gather output and the parameters), because
+it allocates the first in the copy-in stream and frees it behind an event, and the second in the
+compute stream, where freeing needs no event. With one buffer, written by the copy-in and all-gather
+streams and read by the compute stream, the event decides: in forward the memory of block i is given
+back when block i+1 is waited for, after block i+1's gather was issued. That gather thus never
+waits for block i's compute, which is what lets them overlap; it is the same point at which stock
+frees its all-gather output. In backward and on CPU the memory is given back at once.
+
+[Note: pinned gradients]
+The owner's reduced gradients of a block are views into one flat tensor, pinned from the reduction
+until the optimizer has consumed them (``grad`` is set to None). Reference counts keep the memory;
+they do not keep a transport, a pool or a hook from writing it again or from freeing its storage.
+:class:`GradientPins` knows what is pinned and raises in both cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_matrixfsdp.comm import TrafficCounter
+from torchtitan_matrixfsdp.runtime.fsdp_compat import local_of
+
+
+class BufferStateError(RuntimeError):
+    """Memory was about to be used or freed while something else relies on it."""
+
+
+class BufferState(Enum):
+    """See [Note: block buffers]."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    RETIRED = "retired"
+
+
+class BlockBuffer:
+    """The flat buffer of one block's unsharded parameters.
+
+    Attributes:
+        name: the block.
+        numel: elements when materialised.
+        state: see [Note: block buffers].
+    """
+
+    def __init__(self, name: str, numel: int) -> None:
+        self.name = name
+        self.numel = numel
+        self.state = BufferState.RELEASED
+        self._flat: torch.Tensor | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer, 1D ``[numel]``: one tensor for the buffer's whole life.
+
+        Raises:
+            BufferStateError: it has no storage.
+        """
+        if self._flat is None or self.state is BufferState.RELEASED:
+            raise BufferStateError(f"block {self.name}: its buffer is read while released")
+        return self._flat
+
+    def start_gather(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate the storage in the current stream, for a gather to write.
+
+        Raises:
+            BufferStateError: the buffer is being gathered or in use.
+        """
+        self._leave(BufferState.RELEASED, BufferState.RETIRED, to=BufferState.GATHERING)
+        if self._flat is None:
+            # A tensor made in inference mode could never be saved for backward later.
+            with torch.inference_mode(False):
+                self._flat = torch.empty(self.numel, dtype=dtype, device=device)
+        nbytes = self._flat.numel() * self._flat.element_size()
+        if self._flat.untyped_storage().size() != nbytes:
+            self._flat.untyped_storage().resize_(nbytes)
+        return self._flat
+
+    def finish_gather(self) -> None:
+        """The compute stream has waited for the gather: modules may read."""
+        self._leave(BufferState.GATHERING, to=BufferState.UNSHARDED)
+
+    def retire(self) -> None:
+        """The parameters are sharded again; queued kernels may still read."""
+        self._leave(BufferState.UNSHARDED, to=BufferState.RETIRED)
+
+    def release(self) -> None:
+        """Free the storage. The caller has ordered every reader and writer before this.
+
+        Raises:
+            BufferStateError: modules may still read it.
+        """
+        self._leave(BufferState.RETIRED, BufferState.GATHERING, to=BufferState.RELEASED)
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
+
+    def _leave(self, *legal: BufferState, to: BufferState) -> None:
+        if self.state not in legal:
+            raise BufferStateError(
+                f"block {self.name}: its buffer is {self.state.value} and cannot become "
+                f"{to.value}; legal before: {', '.join(state.value for state in legal)}"
+            )
+        self.state = to
+
+
+@dataclass(frozen=True)
+class _Pin:
+    block: str
+    storage: int  # address
+    params: Sequence[nn.Parameter]
+
+    def holders(self) -> list[nn.Parameter]:
+        return [p for p in self.params if _gradient_storage(p) == self.storage]
+
+
+class GradientPins:
+    """The flat gradients that an optimizer has yet to consume; see [Note: pinned gradients]."""
+
+    def __init__(self) -> None:
+        self._pins: dict[str, _Pin] = {}
+
+    def check_unpinned(self, block: str, reduced: torch.Tensor) -> None:
+        """Check that a reduction's result is not memory that still holds gradients.
+
+        Raises:
+            BufferStateError: it is; the gradients there are lost already.
+        """
+        if reduced.numel() == 0:
+            return
+        storage = reduced.untyped_storage().data_ptr()
+        for pin in self._pins.values():
+            if pin.storage == storage and pin.holders():
+                raise BufferStateError(
+                    f"block {block}: its reduction wrote into the memory of block {pin.block}'s "
+                    "gradients, which no optimizer has consumed yet. A transport must return "
+                    "storage of its own."
+                )
+
+    def pin(self, block: str, flat: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+        """Note that the gradients of ``params`` are views into ``flat``."""
+        if flat.numel():
+            self._pins[block] = _Pin(block, flat.untyped_storage().data_ptr(), tuple(params))
+
+    def verify(self, block: str) -> None:
+        """Check that the pinned gradients of ``block`` still have their memory.
+
+        Raises:
+            BufferStateError: the storage was freed before the optimizer consumed it.
+        """
+        pin = self._pins.get(block)
+        if pin is None:
+            return
+        for param in pin.params:
+            if param.grad is not None and _is_freed(param.grad):
+                raise BufferStateError(
+                    f"block {block}: the storage of a gradient of shape {tuple(param.shape)} was "
+                    "freed before an optimizer consumed it"
+                )
+        if not pin.holders():
+            del self._pins[block]
+
+
+@dataclass
+class OwnerContext:
+    """What the blocks of one model share on this rank. Make one per model.
+
+    Attributes:
+        counter: what this rank's transports have sent.
+        pins: gradients that wait for an optimizer.
+        defer_release: give back a block's memory in forward only when the next block is waited
+            for; ``None``: on devices with streams.
+    """
+
+    counter: TrafficCounter = field(default_factory=TrafficCounter)
+    pins: GradientPins = field(default_factory=GradientPins)
+    defer_release: bool | None = None
+    _retired: list[tuple[BlockBuffer, torch.Event]] = field(default_factory=list)
+
+    def defer(self, buffer: BlockBuffer, event: torch.Event) -> None:
+        """Release ``buffer``, just retired, at the next :meth:`release_retired`; ``event`` was
+        recorded after its last reader."""
+        self._retired.append((buffer, event))
+
+    def release_retired(self, wait: Callable[[torch.Event], None]) -> None:
+        """Make the gather streams ``wait`` for the readers of the deferred buffers, then free."""
+        for buffer, event in self._retired:
+            wait(event)
+            buffer.release()
+        self._retired.clear()
+
+    def revive(self, buffer: BlockBuffer) -> torch.Event | None:
+        """Take back a deferred ``buffer`` that is to be gathered again; the event to wait for
+        before anything is written, ``None`` if it was not deferred."""
+        for index, (retired, event) in enumerate(self._retired):
+            if retired is buffer:
+                del self._retired[index]
+                return event
+        return None
+
+
+def _gradient_storage(param: nn.Parameter) -> int:
+    if param.grad is None:
+        return 0
+    return _local_gradient(param.grad).untyped_storage().data_ptr()
+
+
+def _is_freed(grad: torch.Tensor) -> bool:
+    local = _local_gradient(grad)
+    return local.numel() > 0 and local.untyped_storage().size() == 0
+
+
+def _local_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return local_of(grad) if isinstance(grad, DTensor) else grad
