@@ -18,12 +18,13 @@ from torchtitan_matrixfsdp.layout import (
     OwnerPlan,
     ParamMeta,
     Routing,
+    assign_replicas,
     canonical_fqn,
     make_plan,
     route,
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, PartitionedReplicas, owner_shard
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
@@ -127,6 +128,7 @@ class Run:
     deferred_all_reduce: bool = False
     evaluate: bool = False
     repeat: int = 1
+    partitioned: bool = False
 
 
 @dataclass
@@ -138,6 +140,8 @@ class Sharded:
     optimizers: list[LocalStepOptimizer]
     counter: TrafficCounter
     routing: Routing
+    context: OwnerContext
+    partition: PartitionedReplicas | None = None
 
 
 def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
@@ -178,10 +182,20 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
-    return Sharded(model, plan, make_optimizers(model, routing, run), context.counter, routing)
+    partition = None
+    if run.partitioned and plan is not None:
+        params = {canonical_fqn(n): p for n, p in model.named_parameters()}
+        steppers = assign_replicas(plan, mesh.size(0))
+        partition = PartitionedReplicas(
+            {params[fqn]: replica for fqn, replica in steppers.items()}, context.counter
+        )
+    optimizers = make_optimizers(model, routing, run, partition)
+    return Sharded(model, plan, optimizers, context.counter, routing, context, partition)
 
 
-def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalStepOptimizer]:
+def make_optimizers(
+    model: nn.Module, routing: Routing, run: Run, partition: PartitionedReplicas | None = None
+) -> list[LocalStepOptimizer]:
     named = [(canonical_fqn(n), p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in named if routing.is_matrix(n)]
     others = [p for n, p in named if not routing.is_matrix(n)]
@@ -197,7 +211,8 @@ def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalS
         create_adam_state(optimizer)
         return optimizer
 
-    return [LocalStepOptimizer(matrices, muon), LocalStepOptimizer(others, adamw)]
+    view = {} if partition is None else {"step_view": partition.step_view}
+    return [LocalStepOptimizer(matrices, muon, **view), LocalStepOptimizer(others, adamw)]
 
 
 def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None:
@@ -218,6 +233,8 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
             loss.backward()
         for optimizer in sharded.optimizers:
             optimizer.step()
+        if sharded.partition is not None:
+            sharded.partition.publish()
         if run.evaluate:
             # After the step, like TorchTitan's validation: FSDP2 leaves the root gathered after a
             # forward without backward, and the next forward uses what was gathered.

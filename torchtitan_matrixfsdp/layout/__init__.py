@@ -31,6 +31,7 @@ from torchtitan_matrixfsdp.layout.costs import gamma, muon_flops, newton_schulz_
 from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.planners import PLANNERS, Assignment, Planner, make_plan
+from torchtitan_matrixfsdp.layout.replicas import assign_replicas
 from torchtitan_matrixfsdp.layout.roles import Role, RoleKind, build_roles
 from torchtitan_matrixfsdp.layout.routing import Routing, RoutingError, route
 from torchtitan_matrixfsdp.layout.schedule import (
@@ -78,6 +79,7 @@ __all__ = [
     "TransportModel",
     "Volume",
     "aligned",
+    "assign_replicas",
     "arrange_by_owner",
     "arrange_in_slices",
     "broadcast_volume",

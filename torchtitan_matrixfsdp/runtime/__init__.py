@@ -11,6 +11,7 @@ from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     whole_tensor_random,
     wrap_like,
 )
+from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Owner",
     "OwnerContext",
     "OwnerDTensor",
+    "PartitionedReplicas",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",

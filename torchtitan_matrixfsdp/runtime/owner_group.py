@@ -340,8 +340,10 @@ class OwnerParamGroup(FSDPParamGroup):
         if is_started and self._comm.block.world_size == 1:
             # Stock copies parameter by parameter here, in the compute stream: no reader to order.
             self._comm.context.revive(self._comm.buffer)
-            (dtype,) = {p.gather_dtype for p in _owner_params(self.fsdp_params)}
-            self._comm.buffer.start_gather(dtype, self.device)
+            params = _owner_params(self.fsdp_params)
+            self._comm.buffer.start_gather(params[0].gather_dtype, self.device)
+            for param in params:
+                param.wait_arrival()
 
     @disable_functorch_if_active
     def wait_for_unshard(self) -> None:

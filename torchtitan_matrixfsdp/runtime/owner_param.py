@@ -132,9 +132,15 @@ class OwnerParam(FSDPParam):
         self.segment = segment
         self._is_made = False
 
+    def wait_arrival(self) -> None:
+        """Order the current stream behind an update that another replica is sending."""
+        if isinstance(self.sharded_param, OwnerDTensor):
+            self.sharded_param.wait_arrival()
+
     def gather_source(self) -> torch.Tensor:
         """What the owner contributes to a gather: 1D ``[numel]`` in the stored dtype, on the
-        compute device."""
+        compute device. Waits for an update that is still on its way from another replica."""
+        self.wait_arrival()
         data = self._sharded_param_data
         return data.to(self.device, non_blocking=True) if self.offload_to_cpu else data
 
