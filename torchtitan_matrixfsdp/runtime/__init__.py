@@ -7,6 +7,7 @@ Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     Owner,
     OwnerDTensor,
+    owner_local_shape,
     whole_tensor_random,
     wrap_like,
 )
@@ -15,6 +16,7 @@ from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 __all__ = [
     "Owner",
     "OwnerDTensor",
+    "owner_local_shape",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",
