@@ -278,7 +278,7 @@ def _fail_closed() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     rank = dist.get_rank()
     value = torch.arange(12.0).view(3, 4)
-    tensor = OwnerDTensor.wrap(value if rank == 1 else value[:0], mesh, 1, value.shape)
+    tensor = OwnerDTensor.wrap(value if rank == 1 else value[:0], mesh, [Owner(1)], value.shape)
     assert torch.equal(tensor.full_tensor(), value)
     doubled = (tensor * 2 + tensor).full_tensor()
     assert torch.equal(doubled, value * 3)
@@ -291,7 +291,8 @@ def _fail_closed() -> list[str]:
         "sum": lambda: tensor.sum(),
         "plain operand": lambda: tensor + value,
         "other owner": lambda: (
-            tensor + OwnerDTensor.wrap(value if rank == 0 else value[:0], mesh, 0, value.shape)
+            tensor
+            + OwnerDTensor.wrap(value if rank == 0 else value[:0], mesh, [Owner(0)], value.shape)
         ),
         "equal": lambda: torch.equal(tensor, tensor),
         "norm of rows": lambda: torch.linalg.vector_norm(tensor, 2, dim=1),
@@ -330,9 +331,9 @@ def _truncated(bound: float) -> list[bool]:
     local = torch.empty(shape if rank == 1 else (0, 12))
     with whole_tensor_random(), torch.no_grad():
         drawn = [
-            fill(OwnerDTensor.wrap(local, mesh, 1, shape)),
+            fill(OwnerDTensor.wrap(local, mesh, [Owner(1)], shape)),
             fill(distribute_tensor(torch.empty(shape), mesh, [Shard(0)])),
-            fill(OwnerDTensor.wrap(local.clone(), mesh, 1, shape)),
+            fill(OwnerDTensor.wrap(local.clone(), mesh, [Owner(1)], shape)),
         ]
     same = [torch.equal(d.full_tensor(), p) for d, p in zip(drawn, plain, strict=True)]
     return [*same, torch.equal(end, torch.get_rng_state())]

@@ -24,7 +24,12 @@ from torchtitan_matrixfsdp.layout import (
     route,
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, PartitionedReplicas, owner_shard
+from torchtitan_matrixfsdp.runtime import (
+    OwnerContext,
+    OwnerDTensor,
+    PartitionedReplicas,
+    owner_shard,
+)
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}

@@ -40,4 +40,6 @@ def assign_replicas(plan: OwnerPlan, replicas: int) -> Mapping[str, int]:
             load, replica = loads[0]
             heapq.heapreplace(loads, (load - negated, replica))
             assigned[fqn] = replica
-    return assigned
+    # In the order of the blocks: forward will need them so.
+    in_order = (shard.fqn for block in plan.blocks for shard in block.shards)
+    return {fqn: assigned[fqn] for fqn in in_order if fqn in assigned}

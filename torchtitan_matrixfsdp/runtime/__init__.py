@@ -8,6 +8,7 @@ from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     Owner,
     OwnerDTensor,
+    owner_local_shape,
     whole_tensor_random,
     wrap_like,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "OwnerContext",
     "OwnerDTensor",
     "PartitionedReplicas",
+    "owner_local_shape",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",

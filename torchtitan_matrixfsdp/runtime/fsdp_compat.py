@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (  # noqa: E402
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
+from torch.distributed.tensor._utils import (  # noqa: E402
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import Placement  # noqa: E402
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types  # noqa: E402
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types  # noqa: E402
@@ -86,6 +89,7 @@ __all__ = [
     "drop_unsharded_gradients",
     "dynamo_disable",
     "local_of",
+    "local_shape_and_offset",
     "make_spec",
     "mesh_device",
     "mesh_infos",
@@ -187,6 +191,16 @@ def make_spec(
     """A DTensor spec of a contiguous global tensor of ``shape`` and ``dtype``."""
     meta = TensorMeta(shape, contiguous_strides(shape), dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def local_shape_and_offset(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What ``Shard`` placements leave of ``shape`` on this rank, and where it begins.
+
+    Placements that are no shards count as replication. An empty part begins at the end.
+    """
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

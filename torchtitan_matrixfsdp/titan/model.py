@@ -7,7 +7,8 @@ travels on the model to the optimizer builder, which TorchTitan gives no other w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torchtitan.models.llama3.model.model import Transformer
@@ -28,12 +29,14 @@ class OwnerSetup:
         plan: who owns what; ``None`` where blocks are not owner-sharded.
         counter: what this rank's transports have sent.
         matrix_optimizer: the options of the matrix optimizer.
+        steppers: the replica that steps each matrix, by FQN; empty where all of them do.
     """
 
     routing: Routing
     plan: OwnerPlan | None
     counter: TrafficCounter
     matrix_optimizer: MatrixOptimizer
+    steppers: Mapping[str, int] = field(default_factory=dict)
 
 
 class OwnerModelMixin:

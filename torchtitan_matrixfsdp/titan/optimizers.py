@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_matrixfsdp.layout import canonical_fqn
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerDTensor
+from torchtitan_matrixfsdp.runtime import OwnerDTensor, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 
@@ -41,19 +41,30 @@ class MatrixOptimizersContainer(OptimizersContainer):
     def __init__(self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig) -> None:
         self.model_parts = model_parts
         self._of_part: list[list[Optimizer]] = []
+        self._partitions: list[PartitionedReplicas] = []
         everything: list[nn.Parameter] = []
         for part in model_parts:
             setup = _setup_of(part)
             matrices, others = split_parameters(part, setup)
             everything += matrices + others
+            partition = partition_replicas(part, setup)
+            self._partitions.append(partition)
             self._of_part.append(
                 [
-                    build_matrix_optimizer(matrices, setup.matrix_optimizer, optimizer_config),
+                    build_matrix_optimizer(
+                        matrices, setup.matrix_optimizer, optimizer_config, partition
+                    ),
                     build_elementwise_optimizer(others, optimizer_config),
                 ]
             )
         self.optimizers = [optimizer for part in self._of_part for optimizer in part]
         self._post_init(everything, {})
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step every optimizer, then start sending what only this replica has stepped."""
+        super().step(*args, **kwargs)
+        for partition in self._partitions:
+            partition.publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Flat state by parameter name, of both optimizers; reading it changes nothing."""
@@ -127,13 +138,23 @@ def split_parameters(
     return matrices, others
 
 
+def partition_replicas(part: nn.Module, setup: OwnerSetup) -> PartitionedReplicas:
+    """Which matrices of ``part`` a single replica steps; none where ``setup`` names no stepper."""
+    params = {canonical_fqn(name): param for name, param in part.named_parameters()}
+    steppers = {params[fqn]: replica for fqn, replica in setup.steppers.items()}
+    return PartitionedReplicas(steppers, setup.counter)
+
+
 def build_matrix_optimizer(
-    params: list[nn.Parameter], config: MatrixOptimizer, elementwise: OptimizerConfig
+    params: list[nn.Parameter],
+    config: MatrixOptimizer,
+    elementwise: OptimizerConfig,
+    partition: PartitionedReplicas,
 ) -> LocalStepOptimizer:
     """The optimizer of the routed matrices, stepping on local tensors."""
     if config.name == "AdamW":
         factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
-        return LocalStepOptimizer(params, factory)
+        return LocalStepOptimizer(params, factory, partition.step_view)
     options: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -152,7 +173,7 @@ def build_matrix_optimizer(
         )
         return GatherMuon(groups, of_local, **options) if row_sharded else Muon(groups, **options)
 
-    return LocalStepOptimizer(params, muon)
+    return LocalStepOptimizer(params, muon, partition.step_view)
 
 
 def build_elementwise_optimizer(

@@ -23,7 +23,7 @@ def describe_transports(plan: OwnerPlan, factory: TransportFactory) -> Iterator[
             name = factory.choose(block)
             chosen.setdefault(name, []).append(relative_traffic(name, block))
         parts = [
-            f"{name} for {len(costs)} ({min(costs):.2f} to {max(costs):.2f} times FSDP's all-gather)"
+            f"{name} for {len(costs)} ({min(costs):.2f} to {max(costs):.2f} times FSDP's bytes)"
             for name, costs in sorted(chosen.items())
         ]
         first = blocks[0]
