@@ -6,12 +6,11 @@ Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported
 
 from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
-    Owner,
     OwnerDTensor,
-    owner_local_shape,
     whole_tensor_random,
     wrap_like,
 )
+from torchtitan_matrixfsdp.runtime.owner_placement import Owner, owner_local_shape
 from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 

@@ -34,7 +34,8 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     set_local,
     spec_of,
 )
-from torchtitan_matrixfsdp.runtime.owner_dtensor import Owner, OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_placement import Owner
 
 ShardLookup = Callable[[nn.Parameter], MatrixShard]
 

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.layout import broadcast_volume
 from torchtitan_matrixfsdp.runtime.fsdp_compat import local_of
-from torchtitan_matrixfsdp.runtime.owner_dtensor import Owner, OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_placement import Owner
 
 
 class PartitionedReplicas:

@@ -14,7 +14,7 @@ Embedding, head and final norm are stock FSDP2 row shards in the first two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch.nn as nn
@@ -28,12 +28,13 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from torchtitan.tools.logging import logger
 
-from torchtitan_matrixfsdp.comm import TransportFactory, agree_on_plan
+from torchtitan_matrixfsdp.comm import TransportFactory, agree_on_choice, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
     ParamMeta,
     Routing,
+    assign_replicas,
     canonical_fqn,
     make_plan,
     route,
@@ -41,6 +42,7 @@ from torchtitan_matrixfsdp.layout import (
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+from torchtitan_matrixfsdp.titan.report import describe_transports
 from torchtitan_matrixfsdp.titan.validation import (
     matrix_optimizer_of,
     owner_fsdp_of,
@@ -75,6 +77,7 @@ def parallelize_owner_model(
     blocks = describe_blocks(model)
     routing = route_model(model, matrix_optimizer)
     plan = None
+    steppers: Mapping[str, int] = {}
     context = OwnerContext()
     if parallel_dims.dp_shard_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
@@ -84,11 +87,13 @@ def parallelize_owner_model(
                 owner_fsdp.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1)
             )
             agree_on_plan(plan)
+            if parallel_dims.dp_replicate_enabled and owner_fsdp.replicas == "partitioned":
+                steppers = assign_replicas(plan, parallel_dims.dp_replicate)
         _apply_fsdp(model, mesh, plan, context, job_config)
     elif parallel_dims.dp_replicate_enabled:
         # Sums gradients once the loss function has undone DDP's mean; see titan.loss.
         replicate(model, device_mesh=parallel_dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
-    model.owner_setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer)
+    model.owner_setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer, steppers)
     _log_setup(model.owner_setup, job_config, parallel_dims)
     return model
 
@@ -152,6 +157,11 @@ def _apply_fsdp(
         param_dtype.itemsize,
         reduce_dtype.itemsize,
     )
+    if plan is not None:
+        chosen = [f"{block.name}: {factory.choose(block)}" for block in plan.blocks]
+        agree_on_choice("the transport of each block", ", ".join(chosen))
+        for line in describe_transports(plan, factory):
+            logger.info(line)
     embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
     tied = output.get_parameter("weight") is embedding.get_parameter("weight")
     if not tied:
@@ -212,12 +222,19 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         f"{min(owned):,} max {max(owned):,} (max/mean {plan.imbalance:.3f}); gamma per block min "
         f"{gammas[0]:.2f} median {gammas[len(gammas) // 2]:.2f} max {gammas[-1]:.2f}"
     )
+    if setup.steppers:
+        work = [0] * parallel_dims.dp_replicate
+        for replica in setup.steppers.values():
+            work[replica] += 1
+        logger.info(f"Replicas are partitioned: they step {work} matrices, and send them on")
+    elif owner_fsdp_of(job_config).replicas == "partitioned":
+        logger.warning('owner_fsdp.replicas = "partitioned" has no effect: there is one replica')
     roles_per_block = plan.num_roles / len(plan.blocks)
     if plan.world_size > roles_per_block:
         logger.warning(
             f"{plan.world_size} ranks share {roles_per_block:.1f} roles per block: in each block "
-            f"some ranks own nothing, and gathers cost up to {gammas[-1]:.2f} times FSDP's "
-            "all-gather (gamma). A smaller data_parallel_shard_degree with more replicas lowers it."
+            f"some ranks own nothing (gamma up to {gammas[-1]:.2f}), and transports move more than "
+            "FSDP's all-gather. A smaller data_parallel_shard_degree with more replicas lowers it."
         )
     idle = [rank for rank, size in enumerate(owned) if size == 0]
     if idle:
