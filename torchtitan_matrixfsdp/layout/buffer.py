@@ -87,7 +87,12 @@ class BufferLayout:
         return passed  # only an empty segment lies in no run
 
     def slice_of(self, rank: int) -> Segment:
-        """Returns the slice that ``rank`` contributes to an all-gather."""
+        """Returns the slice that ``rank`` contributes to an all-gather.
+
+        Raises:
+            ValueError: the rank is not in range(world_size).
+        """
+        check_rank(rank, self.block.world_size)
         return Segment(rank * self.slice_numel, self.slice_numel)
 
     @cached_property
