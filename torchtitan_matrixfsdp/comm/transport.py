@@ -217,7 +217,9 @@ class BalancedTransport(Transport):
     Before the all-gather each owner hands what it owns outside its own slice (its overflow) to the
     ranks whose slices it lies in; after the reduce-scatter they hand the sums back. With no
     overflow both are FSDP's collectives and nothing else. Per rank, sent: at most
-    ``(1 + gamma_B / W) * P_B`` bytes, plus alignment (``W * ALIGNMENT`` elements).
+    ``(1 + gamma_B / W) * P_B`` bytes in a gather and ``P_B`` in a reduction, plus alignment:
+    ``(W - 1) * ALIGNMENT`` elements, and twice the gaps after parameters whose size is no multiple
+    of ``ALIGNMENT``.
 
     The order of the sum is the backend's reduce-scatter's, the same in every run.
     """

@@ -129,6 +129,7 @@ def arrange_in_slices(block: BlockPlan) -> BufferLayout:
 
     The parameters of the tail stay together, so that roles are what is ordered. Up to 12 roles the
     overflow is the minimum over all orders; beyond, an order that is never worse than by owner.
+    Both count the gap after each parameter, which at the end of a run is not sent.
     Slices are aligned too: W * slice_numel exceeds the aligned sizes' sum by less than
     W * ALIGNMENT.
     """

@@ -10,6 +10,7 @@ sends what it carries, once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -132,17 +133,15 @@ def _balanced_reduce(layout: BufferLayout, rank: int) -> Volume:
 
 
 def _balanced_busiest(layout: BufferLayout) -> Volume:
-    moved: dict[tuple[str, int], Volume] = {}
+    elements: Counter[tuple[str, int]] = Counter()
+    messages: Counter[tuple[str, int]] = Counter()
     for owner in layout.block.owners:
         for transfer in overflow_gather_of(layout, owner):
             if transfer.src == owner:
-                carried = Volume(transfer.segment.numel, 1)
-                for side in (("sent", transfer.src), ("received", transfer.dst)):
-                    moved[side] = moved.get(side, Volume()) + carried
-    overflow = Volume(
-        max((volume.elements for volume in moved.values()), default=0),
-        max((volume.messages for volume in moved.values()), default=0),
-    )
+                for side in (("sent", owner), ("received", transfer.dst)):
+                    elements[side] += transfer.segment.numel
+                    messages[side] += 1
+    overflow = Volume(max(elements.values(), default=0), max(messages.values(), default=0))
     return ring_volume(layout.slice_numel, layout.block.world_size) + overflow
 
 
