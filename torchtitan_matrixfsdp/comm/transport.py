@@ -59,6 +59,9 @@ class Transport(ABC):
     Attributes:
         name: the transport's name in the configuration.
         layout: the arrangement of the block buffer.
+
+    Raises:
+        ValueError: ``rank`` is not in range(world_size): a global rank, perhaps.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Transport(ABC):
         self._model = TRANSPORT_MODELS[self.name]
         self.layout: BufferLayout = self._model.arrange(block)
         self._rank = rank
+        self._runs = self.layout.runs(rank)
         self._world_size = block.world_size
         self._counter = counter
 
@@ -92,7 +96,7 @@ class Transport(ABC):
         return _traffic(self._model.reduce(self.layout, self._rank), itemsize)
 
     def _own_runs(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [view_segment(buffer, run) for run in self.layout.runs(self._rank)]
+        return [view_segment(buffer, run) for run in self._runs]
 
     def _post(
         self,
@@ -269,7 +273,7 @@ class BalancedTransport(Transport):
             return total.narrow(0, self.layout.offset_in_runs(segment, self._rank), segment.numel)
 
         works = self._post("reduce", self._reduce, group, in_part, lambda t: in_total(t.segment))
-        for run in self.layout.runs(self._rank):
+        for run in self._runs:
             at_home = run.overlap(self._slice)
             if at_home.numel:
                 in_total(at_home).copy_(in_part(at_home))
@@ -278,9 +282,8 @@ class BalancedTransport(Transport):
         return total
 
     def _is_own_slice(self) -> bool:
-        """Whether what this rank owns is its slice from its beginning, and nobody needs more."""
-        runs = self.layout.runs(self._rank)
-        return not self._reduce and len(runs) == 1 and runs[0] == self._slice
+        """Whether what this rank owns is its slice, no more and no less."""
+        return self._runs == (self._slice,)
 
 
 def _p2p_op(
