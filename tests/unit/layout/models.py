@@ -124,12 +124,16 @@ def _shard(fqn: str, shape: tuple[int, ...], kind: RoleKind, owner: int) -> Matr
 
 @st.composite
 def block_plans(
-    draw: st.DrawFn, max_world: int = 9, max_weights: int = 9, multiple_of: int = 1
+    draw: st.DrawFn,
+    max_world: int = 9,
+    max_weights: int = 9,
+    min_weights: int = 0,
+    multiple_of: int = 1,
 ) -> BlockPlan:
     """Any owners, balanced or not; numels are multiples of ``multiple_of``, empty ones included."""
     world_size = draw(st.integers(1, max_world))
     owners = st.integers(0, world_size - 1)
     numels = st.integers(0, 70 // multiple_of).map(lambda n: n * multiple_of)
-    weights = draw(st.lists(st.tuples(numels, owners), max_size=max_weights))
+    weights = draw(st.lists(st.tuples(numels, owners), min_size=min_weights, max_size=max_weights))
     frozen = draw(st.sets(st.integers(0, max_weights), max_size=2))
     return block_of(world_size, weights, draw(st.lists(numels, max_size=4)), draw(owners), frozen)
