@@ -39,4 +39,4 @@ def relative_traffic(transport: str, block: BlockPlan) -> float:
     that every rank sends in an all-gather; 1.0 where nothing moves."""
     model = TRANSPORT_MODELS[transport]
     ideal = (block.world_size - 1) * block.numel / block.world_size
-    return model.busiest(model.arrange(block)) / ideal if ideal else 1.0
+    return model.busiest(model.arrange(block)).elements / ideal if ideal else 1.0
