@@ -18,6 +18,10 @@ the global ranks 0..W-1.
 gloo matches the messages of two ranks by the order in which both post them, and NCCL runs the
 operations of a communicator in the order in which ranks issue them. So every rank posts its
 transfers in the schedule's order, and collectives in the order of owners, whatever it owns.
+
+NCCL lets some ranks of a group send while others have nothing to do only after a first operation
+that all of them took part in. So whoever makes transports runs a collective on the same group
+first, such as ``agree_on_plan``.
 """
 
 from __future__ import annotations
