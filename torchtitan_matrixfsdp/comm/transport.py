@@ -21,7 +21,7 @@ transfers in the schedule's order, and collectives in the order of owners, whate
 
 NCCL lets some ranks of a group send while others have nothing to do only after a first operation
 that all of them took part in. So whoever makes transports runs a collective on the same group
-first, such as ``agree_on_plan``.
+first (``runtime`` does, in ``OwnerContext.connect``).
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -197,6 +198,17 @@ class OwnerContext:
     pins: GradientPins = field(default_factory=GradientPins)
     defer_release: bool | None = None
     _retired: list[tuple[BlockBuffer, torch.Event]] = field(default_factory=list)
+    _connected: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """One collective on ``group`` before its first transfer, once per group.
+
+        NCCL connects a group's ranks in its first operation, which all of them must take part in;
+        in a batch of sends and receives some ranks may have nothing to post.
+        """
+        if all(known is not group for known in self._connected):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self._connected.append(group)
 
     def defer(self, buffer: BlockBuffer, event: torch.Event) -> None:
         """Release ``buffer``, just retired, at the next :meth:`release_retired`; ``event`` was

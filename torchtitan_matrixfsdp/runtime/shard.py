@@ -42,7 +42,8 @@ def owner_shard(
     """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
 
     ``module`` becomes an ``FSDPModule``: prefetch lists, gradient sync, reshard and the other
-    FSDP2 methods work on it. Call it bottom-up, and on the root with plain ``fully_shard``.
+    FSDP2 methods work on it. Call it bottom-up, on every rank of the mesh, and on the root with
+    plain ``fully_shard``.
 
     Args:
         module: one FSDP unit, on meta or on the mesh's device.
@@ -91,6 +92,7 @@ def owner_shard(
         ignored_params=set(params),
     )
     mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
+    context.connect(mesh_info.shard_process_group, mesh_device(mesh))
     group = OwnerParamGroup(
         list(params),
         (module,),
