@@ -23,7 +23,7 @@ from torchtitan_matrixfsdp.layout import (
     route,
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerDTensor, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerDTensor, count_unused_parameters, owner_shard
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
@@ -167,7 +167,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             if module is model or run.mode == "stock":  # owner groups have it on by themselves
-                module.set_reduce_scatter_unused_params(True)
+                count_unused_parameters(module)
     model.repeat = run.repeat
     if run.async_unshard:
         for layer in model.layers:

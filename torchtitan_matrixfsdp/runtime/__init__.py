@@ -1,9 +1,10 @@
 """Owner shards inside FSDP2's lifecycle.
 
 Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported in
-:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only.
+:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only, and checked in ``fsdp_check``.
 """
 
+from torchtitan_matrixfsdp.runtime.fsdp_compat import count_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     Owner,
     OwnerDTensor,
@@ -15,6 +16,7 @@ from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 __all__ = [
     "Owner",
     "OwnerDTensor",
+    "count_unused_parameters",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",

@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    DispatchingDTensor,
     DTensorSpec,
     local_of,
     make_spec,
@@ -110,7 +111,7 @@ _FOREACH = frozenset(
 _RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
 
 
-class OwnerDTensor(DTensor):
+class OwnerDTensor(DispatchingDTensor):
     """A DTensor that lives whole on one shard rank and is empty elsewhere.
 
     See [Note: owner DTensors] for the operators it answers.

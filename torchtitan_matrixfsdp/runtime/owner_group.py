@@ -28,12 +28,15 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPParam,
     FSDPParamGroup,
     ReduceScatter,
+    Reduction,
+    counts_unused_parameters,
     device_handle,
     disable_functorch_if_active,
     dynamo_disable,
     local_of,
     post_accumulate_grad_hooks,
     rebind,
+    reduce_adapter,
 )
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
@@ -171,12 +174,12 @@ def owner_reduce(
     partial_reduce_output: torch.Tensor | None,
     all_reduce_hook: Callable[[torch.Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
-) -> tuple[Any, ...]:
+) -> Reduction:
     """Stands in for ``foreach_reduce``: SUM to the owner in reduce dtype, then divide.
 
     ``unsharded_grads`` (each ``[*shape]``, in the parameter or reduce dtype) owns the only
     references to the gradients; clearing it frees them. ``gradient_divide_factor`` ``None``
-    means the data-parallel size, as in FSDP2. The result has the stock function's seven fields.
+    means the data-parallel size, as in FSDP2.
     """
     comm = _owner_comm(reduce_scatter_comm)
     block = comm.grad_block
@@ -212,7 +215,9 @@ def owner_reduce(
             if not all_reduce_grads:
                 event = post_reduce_stream.record_event()
                 stream = post_reduce_stream
-                return (buffer, reduce_scatter_event, stream, event, None, None, reduced)
+                return Reduction(
+                    buffer, reduce_scatter_event, stream, event, partial_output=reduced
+                )
             post_reduce_stream = all_reduce_stream
             all_reduce_stream.wait_stream(reduce_scatter_stream)
             with handle.stream(all_reduce_stream):
@@ -238,14 +243,13 @@ def owner_reduce(
             numel = segment.numel if param.is_owner else 0
             _accumulate(param, gradient.narrow(0, start, numel).view(param.sharded_size))
         post_reduce_event = post_reduce_stream.record_event()
-    return (
+    return Reduction(
         buffer,
         reduce_scatter_event,
         post_reduce_stream,
         post_reduce_event,
         all_reduce_input,
         all_reduce_event,
-        None,
     )
 
 
@@ -316,6 +320,8 @@ class OwnerParamGroup(FSDPParamGroup):
             FSDPParamGroup.wait_for_unshard, foreach_all_gather_copy_out=owner_all_gather_copy_out
         )
     )
-    post_backward = dynamo_disable(
-        rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
+    post_backward = counts_unused_parameters(
+        dynamo_disable(
+            rebind(FSDPParamGroup.post_backward, foreach_reduce=reduce_adapter(owner_reduce))
+        )
     )
