@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ from tests.distributed.toy import (
     make_toy,
     mesh_of,
     metas_of,
-    owner_parameters,
     route_toy,
     shard_toy,
     train,
@@ -43,7 +43,7 @@ from tests.harness import run_ranks
 from torchtitan_matrixfsdp.comm import transport_factory
 from torchtitan_matrixfsdp.layout import make_plan
 from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon
-from torchtitan_matrixfsdp.runtime import owner_shard
+from torchtitan_matrixfsdp.runtime import fsdp_compat, owner_shard
 
 
 def _clip(replicas: int) -> tuple[float, float, float]:
@@ -137,16 +137,27 @@ class Branch(nn.Module):
         return x + (self.even if dist.get_rank() % 2 == 0 else self.odd)(x)
 
 
-def _branch_gradients() -> dict[str, torch.Tensor]:
-    torch.manual_seed(7)
-    model = Branching().double()
-    sharded = shard_toy(model, mesh_of(1, 2), Run())
+def _branch_gradients() -> list[dict[str, torch.Tensor]]:
+    """Of owner shards, and of stock FSDP2 as it does it and as we do it for torch before 2.13."""
     rank = dist.get_rank()
     tokens, targets = batch(0)
-    loss_of(model, tokens[6 * rank : 6 * rank + 6], targets[6 * rank : 6 * rank + 6]).backward()
-    for optimizer in sharded.optimizers:
-        optimizer.step()
-    return {n: p.grad.full_tensor() for n, p in owner_parameters(model).items()}
+    rows = slice(6 * rank, 6 * rank + 6)
+    found = []
+    older = min(fsdp_compat.TORCH, (2, 12))
+    for mode, version in (
+        ("zero3", fsdp_compat.TORCH),
+        ("stock", fsdp_compat.TORCH),
+        ("stock", older),
+    ):
+        torch.manual_seed(7)
+        model = Branching().double()
+        with mock.patch.object(fsdp_compat, "TORCH", version):
+            sharded = shard_toy(model, mesh_of(1, 2), Run(mode=mode))
+        loss_of(model, tokens[rows], targets[rows]).backward()
+        for optimizer in sharded.optimizers:
+            optimizer.step()
+        found.append({n: p.grad.full_tensor() for n, p in model.layers[0].named_parameters()})
+    return found
 
 
 def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
@@ -161,11 +172,12 @@ def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
         logits = model.head(model.norm(x + chosen(x)))
         targets = targets[6 * rank : 6 * rank + 6]
         nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        expected[f"layers.0.{'even' if rank == 0 else 'odd'}.weight"] = chosen.weight.grad / 2
-    for grads in run_ranks(_branch_gradients, 2):
-        for name, grad in expected.items():
-            torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
-        assert grads["layers.0.dead.weight"].abs().max() == 0
+        expected[f"{'even' if rank == 0 else 'odd'}.weight"] = chosen.weight.grad / 2
+    for found in run_ranks(_branch_gradients, 2):
+        for grads in found:
+            for name, grad in expected.items():
+                torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
+            assert grads["dead.weight"].abs().max() == 0
 
 
 def _train_branching(model: nn.Module, optimizers: list[LocalStepOptimizer], steps: range) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -38,6 +38,7 @@ from torchtitan_matrixfsdp.layout import RoleKind, make_plan
 from torchtitan_matrixfsdp.runtime import (
     Owner,
     OwnerDTensor,
+    fsdp_compat,
     owner_shard,
     reset_iter_state,
     whole_tensor_random,
@@ -49,10 +50,6 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
     return sum(storages.values())
-
-
-def _param_groups(module: nn.Module) -> list[Any]:
-    return fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]
 
 
 def _account(run: Run, replicas: int) -> dict[str, tuple[int, int]]:
@@ -75,7 +72,7 @@ def _account(run: Run, replicas: int) -> dict[str, tuple[int, int]]:
     outputs = [
         output
         for layer in sharded.model.layers
-        for group in _param_groups(layer)
+        for group in fsdp_compat.param_groups_of(layer)
         for param in group.fsdp_params
         for output in param.all_gather_outputs
     ]
@@ -358,17 +355,17 @@ def _recover() -> float:
     def fail(*_: Any) -> None:
         raise FaultError
 
-    for where in ("forward", "backward"):
-        mix = model.layers[1].mix
-        register = (
-            mix.register_forward_hook if where == "forward" else mix.register_full_backward_hook
-        )
-        handle = register(fail)
-        with contextlib.suppress(FaultError):
-            loss_of(model, tokens[:6], targets[:6]).backward()
-            raise AssertionError("the fault did not fire")
-        handle.remove()
-        reset_iter_state(model)
+    mix = model.layers[1].mix
+    # The second time as for a torch without a reset_iter_state of its own.
+    for version in (fsdp_compat.TORCH, min(fsdp_compat.TORCH, (2, 12))):
+        for register in (mix.register_forward_hook, mix.register_full_backward_hook):
+            handle = register(fail)
+            with contextlib.suppress(FaultError):
+                loss_of(model, tokens[:6], targets[:6]).backward()
+                raise AssertionError("the fault did not fire")
+            handle.remove()
+            with mock.patch.object(fsdp_compat, "TORCH", version):
+                reset_iter_state(model)
     train(sharded, Run(), 3, rank, ranks)
     return max_difference(model, train_oracle(3, 1))
 

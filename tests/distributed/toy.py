@@ -28,6 +28,7 @@ from torchtitan_matrixfsdp.runtime import (
     OwnerContext,
     OwnerDTensor,
     PartitionedReplicas,
+    count_unused_parameters,
     owner_shard,
 )
 
@@ -178,7 +179,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             if module is model or run.mode == "stock":  # owner groups have it on by themselves
-                module.set_reduce_scatter_unused_params(True)
+                count_unused_parameters(module)
     model.repeat = run.repeat
     if run.async_unshard:
         for layer in model.layers:

@@ -1,4 +1,4 @@
-"""The one file that names private parts of FSDP2 and DTensor.
+"""The one file that uses private parts of FSDP2 and DTensor, and knows torch's versions.
 
 [Note: what we lean on]
 FSDP2 has no public hook for "another placement" or "another collective with uneven sizes".
@@ -10,101 +10,116 @@ and ``FSDPParam``. Stock methods find these names in their module's globals, so
 of torch is modified, and a name that torch no longer uses raises at import instead of
 silently running stock code.
 
-Everything here was read and run against torch 2.13. The version check below is the contract:
-another minor version fails at import with the supported range.
+[Note: torch versions]
+torch 2.11, 2.12 and 2.13 differ in what we lean on, and nothing outside this file knows how:
+
+- 2.11 holds one parameter group per module, later ones a list;
+- 2.11 gives a parameter its mesh before ``_init_sharded_param``, later ones pass it in, and
+  look for parameters managed twice;
+- ``foreach_reduce`` also returns the stream of its last event from 2.13 on;
+- 2.13 puts another decorator on ``unshard`` and ``wait_for_unshard``, and 2.12 on
+  ``post_backward``;
+- 2.11 never calls the ``__torch_dispatch__`` of a DTensor subclass;
+- only 2.13 has ``reset_iter_state`` and counts unused parameters as zero gradients. For the
+  others both are written here.
+
+``fsdp_check`` stops every other minor version, and a release in the range that lacks a name.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-SUPPORTED_TORCH = (2, 13)
+from torchtitan_matrixfsdp.runtime.fsdp_check import RANGE, SUPPORTED_TORCH, TORCH
 
-
-def _check_torch_version() -> None:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) != SUPPORTED_TORCH:
-        raise ImportError(
-            f"torchtitan_matrixfsdp.runtime supports torch >= 2.13, < 2.14, found "
-            f"{torch.__version__}: it relies on private FSDP2 names that change between minor "
-            'versions. Install a supported one: pip install "torch>=2.13,<2.14".'
-        )
-
-
-_check_torch_version()
-
-from torch._prims_common import make_contiguous_strides_for  # noqa: E402
-from torch.distributed.device_mesh import _get_device_handle  # noqa: E402
-from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
+# isort: split
+# The line above has checked the installed torch. Only now its private parts.
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     TrainingState,
-    _disable_functorch_if_active,
-    _dynamo_disable,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_init import (  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
     _get_mesh_info,
     _get_post_forward_mesh_info,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import (  # noqa: E402
-    FSDPParam,
-    ShardedState,
-    _get_orig_param_uid,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
-from torch.distributed.tensor._utils import (  # noqa: E402
-    compute_local_shape_and_global_offset,
-)
-from torch.distributed.tensor.placement_types import Placement  # noqa: E402
-from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types  # noqa: E402
-from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
 __all__ = [
     "SUPPORTED_TORCH",
     "AllGather",
     "AllGatherResult",
     "DTensorSpec",
+    "DispatchingDTensor",
     "FSDPMeshInfo",
     "FSDPParam",
     "FSDPParamGroup",
     "ReduceScatter",
+    "Reduction",
     "ShardedState",
     "TrainingState",
     "append_param_group",
+    "claim_original",
     "contiguous_strides",
+    "count_unused_parameters",
+    "counts_unused_parameters",
     "device_handle",
     "disable_functorch_if_active",
     "drop_unsharded_gradients",
     "dynamo_disable",
+    "init_mesh_info",
     "local_of",
     "local_shape_and_offset",
     "make_spec",
     "mesh_device",
     "mesh_infos",
-    "orig_param_uid",
+    "param_groups_of",
     "post_accumulate_grad_hooks",
     "rebind",
+    "reduce_adapter",
     "register_foreach_type",
+    "reset_iter_state",
     "set_local",
     "spec_of",
 ]
 
+_Method = Callable[..., Any]
 
-# The decorators that FSDP2 puts on the methods which we rebind.
-disable_functorch_if_active = _disable_functorch_if_active
-dynamo_disable = _dynamo_disable
+
+# The decorators that FSDP2 puts on the methods which we rebind, where it does.
+def disable_functorch_if_active(method: _Method) -> _Method:
+    """What FSDP2 decorates ``unshard`` and ``wait_for_unshard`` with (nothing before 2.13)."""
+    return _fsdp_common._disable_functorch_if_active(method) if TORCH >= (2, 13) else method
+
+
+def dynamo_disable(method: _Method) -> _Method:
+    """What FSDP2 decorates ``post_backward`` with (nothing in 2.11)."""
+    return _fsdp_common._dynamo_disable(method) if TORCH >= (2, 12) else method
 
 
 def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., Any]:
@@ -125,7 +140,7 @@ def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., A
     if missing:
         raise RuntimeError(
             f"{function.__qualname__} of torch {torch.__version__} no longer uses {missing}; "
-            "owner groups cannot be attached. Install a supported torch: >= 2.13, < 2.14."
+            f"owner groups cannot be attached. Install a supported torch: {RANGE}."
         )
     copy = types.FunctionType(
         inner.__code__,
@@ -152,7 +167,7 @@ def mesh_infos(
 ) -> tuple[FSDPMeshInfo, FSDPMeshInfo | None]:
     """FSDP2's description of a 1D (shard) or 2D (replicate, shard) mesh, and of the mesh that
     parameters are resharded to after forward (``None``: they are not)."""
-    info = _get_mesh_info(mesh, None)
+    info = _get_mesh_info(mesh)
     assert isinstance(info, FSDPMeshInfo)
     return info, _get_post_forward_mesh_info(reshard_after_forward, info)
 
@@ -162,9 +177,45 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return _get_device_from_mesh(mesh)
 
 
+def init_mesh_info(param: FSDPParam, mesh_info: FSDPMeshInfo | None) -> FSDPMeshInfo:
+    """Give ``param`` its mesh at the start of ``_init_sharded_param``; ``mesh_info`` is what
+    torch passed there (``None`` in 2.11, whose constructor has set it before)."""
+    if TORCH >= (2, 12):
+        assert mesh_info is not None
+        param.mesh_info = mesh_info
+        param._shard_mesh = param._init_shard_mesh()
+    assert isinstance(param.mesh_info, FSDPMeshInfo)
+    return param.mesh_info
+
+
+def param_groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
+    """The parameter groups that FSDP2 runs for ``module``'s hooks."""
+    return _groups_of(fully_shard.state(module))  # type: ignore[attr-defined]
+
+
+def _groups_of(state: Any) -> list[FSDPParamGroup]:
+    if TORCH >= (2, 12):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
-    """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks."""
-    fully_shard.state(module)._fsdp_param_groups.append(group)  # type: ignore[attr-defined]
+    """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks.
+
+    Raises:
+        RuntimeError: torch 2.11, which holds one group, and ``module`` has one.
+    """
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    if TORCH >= (2, 12):
+        state._fsdp_param_groups.append(group)
+        return
+    if state._fsdp_param_group is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} has a parameter group already, and torch "
+            f"{torch.__version__} runs one per module. Shard its other parameters in modules of "
+            "their own, or install torch >=2.12."
+        )
+    state._fsdp_param_group = group
 
 
 def device_handle(device: torch.device) -> Any:
@@ -177,9 +228,60 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return make_contiguous_strides_for(shape)
 
 
-def orig_param_uid(param: nn.Parameter) -> int:
-    """FSDP2's identity of an original parameter, by which it finds one managed twice."""
-    return _get_orig_param_uid(param)
+def claim_original(param: nn.Parameter, fqn: str) -> int:
+    """Note that an owner group manages the original parameter ``param`` as ``fqn``. Returns its
+    identity, by which FSDP2 finds parameters that stock groups manage too (2.12 or newer).
+
+    Raises:
+        ValueError: another owner parameter was made of it. Both would train apart.
+    """
+    owned_as = vars(param).setdefault("_owned_as", fqn)
+    if owned_as != fqn:
+        raise ValueError(
+            f"{fqn}: this parameter is shared with {owned_as}, which an owner group manages "
+            "already. Shared parameters must be in one FSDP unit: untie them, or shard both "
+            "modules with fully_shard([module_a, module_b])."
+        )
+    return _fsdp_param._get_orig_param_uid(param) if TORCH >= (2, 12) else id(param)
+
+
+class _SubclassDispatch(TorchDispatchMode):
+    """Hands operators on a :class:`DispatchingDTensor` to its ``__torch_dispatch__``."""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for cls in types:
+            if issubclass(cls, DispatchingDTensor):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchingDTensor(DTensor):
+    """Base of a DTensor class that answers operators in its own ``__torch_dispatch__``.
+
+    torch 2.11 takes every subclass for a plain DTensor there (pytorch/pytorch#177716) and never
+    calls it. A dispatch mode comes before that short cut, so each call of torch's Python API on
+    such a tensor runs under one. What torch's C++ calls by itself, it calls on no owner shard:
+    autograd only ever sees the unsharded parameter.
+    """
+
+    if TORCH < (2, 12):
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass(), _SubclassDispatch():
+                return func(*args, **(kwargs or {}))
 
 
 def make_spec(
@@ -218,15 +320,121 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def reset_iter_state(root: FSDPModule) -> None:
+    """Wait for what an interrupted forward or backward has started, free what it has gathered
+    or reduced in part, and let the next iteration begin afresh.
+
+    Raises:
+        RuntimeError: ``root`` is not the root of the sharded model.
+    """
+    if TORCH >= (2, 13):
+        root.reset_iter_state()
+        return
+    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+    if state._is_root is None:
+        return  # nothing has run yet
+    if not state._is_root:
+        raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+    comm = state._comm_ctx
+    stream = state._device_handle.current_stream()
+    reductions = comm.reduce_scatter_states if TORCH >= (2, 12) else [comm.reduce_scatter_state]
+    # A buffer may go back to the allocator once this stream is ordered after its last use.
+    for held in (comm.all_gather_state, *reductions):
+        if held is not None and held.event is not None:
+            stream.wait_event(held.event)
+    comm.all_gather_state = None
+    if TORCH >= (2, 12):
+        comm.reduce_scatter_states.clear()
+    else:
+        comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in _groups_of(each):
+            _reset_group(group, stream)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: FSDPParamGroup, stream: Any) -> None:
+    gathered = group._all_gather_result
+    if gathered is not None:
+        if gathered.all_gather_event is not None:
+            stream.wait_event(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, Work):
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+    group._wait_for_post_backward()
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
 def drop_unsharded_gradients(module: nn.Module) -> None:
     """Forget what autograd has accumulated under ``module`` and no reduction has taken yet."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            for group in fully_shard.state(submodule)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in param_groups_of(submodule):
                 for param in group.fsdp_params:
                     param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):  # absent before the first gather
                         param._unsharded_param.grad = None
+
+
+def counts_unused_parameters(post_backward: _Method) -> _Method:
+    """Decorates ``FSDPParamGroup.post_backward`` so that a trainable parameter without a
+    gradient takes part in the reduction as zeros. From 2.13 on FSDP2 does so itself, where
+    the group's ``reduce_scatter_unused_params`` is set."""
+    return post_backward if TORCH >= (2, 13) else _with_zero_gradients(post_backward)
+
+
+def _with_zero_gradients(post_backward: _Method) -> _Method:
+    last_backward: WeakKeyDictionary[FSDPParamGroup, int] = WeakKeyDictionary()
+
+    @functools.wraps(post_backward)
+    def with_zeros(group: FSDPParamGroup, *unused: Any) -> Any:
+        # Idle: FSDP2's callback at the end of backward has come to a group that did not run.
+        # 2.11 comes to a unit of several modules once for each, when the first has reduced.
+        backward = torch._C._current_graph_task_id()
+        idle = group._training_state is TrainingState.IDLE
+        if group.reduce_grads and not (idle and last_backward.get(group) == backward):
+            for param in group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):  # absent before the first gather
+                    _fill_gradient(param)
+        last_backward[group] = backward
+        return post_backward(group, *unused)
+
+    return with_zeros
+
+
+def _fill_gradient(param: FSDPParam) -> None:
+    unsharded = param.unsharded_param
+    has_gradient = param.unsharded_accumulated_grad is not None or unsharded.grad is not None
+    if unsharded.requires_grad and not has_gradient:
+        unsharded.grad = torch.zeros_like(unsharded)
+
+
+class _CountingGroup(FSDPParamGroup):
+    """A stock group, for a torch whose own cannot count unused parameters."""
+
+    post_backward = _with_zero_gradients(FSDPParamGroup.post_backward)
+
+
+def count_unused_parameters(module: FSDPModule) -> None:
+    """Let a parameter in ``module``'s own FSDP2 unit that this rank's batch did not use take
+    part in the unit's reduction as a zero gradient, so that all ranks reduce and step alike.
+
+    FSDP2's ``set_reduce_scatter_unused_params``, for every supported torch. Owner groups count
+    them without being asked.
+    """
+    if TORCH >= (2, 13):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in param_groups_of(module):
+        if type(group) is FSDPParamGroup:
+            group.__class__ = _CountingGroup
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
@@ -244,3 +452,48 @@ def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[nn.Paramet
     """The hooks that run once a gradient has been accumulated into ``param``."""
     hooks = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What stands in for ``foreach_reduce`` hands back to ``post_backward``.
+
+    Attributes:
+        scatter_input: the packed gradients, held until ``scatter_event`` has passed.
+        scatter_event: recorded when ``scatter_input`` is no longer read (``None`` on CPU, as
+            all events).
+        post_stream: where ``post_event`` was recorded.
+        post_event: recorded when the sharded gradients are complete.
+        all_reduce_input: what the replicas sum, held until ``all_reduce_event`` has passed.
+        all_reduce_event: recorded after that sum.
+        partial_output: reduced over the shard group only, when the sum over replicas waits for
+            a later microbatch.
+    """
+
+    scatter_input: torch.Tensor
+    scatter_event: torch.Event | None
+    post_stream: torch.Stream
+    post_event: torch.Event | None
+    all_reduce_input: torch.Tensor | None = None
+    all_reduce_event: torch.Event | None = None
+    partial_output: torch.Tensor | None = None
+
+
+def reduce_adapter(reduce: Callable[..., Reduction]) -> Callable[..., tuple[Any, ...]]:
+    """``reduce``, which takes the parameters of ``foreach_reduce``, with the result that this
+    torch's ``post_backward`` unpacks."""
+
+    @functools.wraps(reduce)
+    def in_stock_form(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        done = reduce(*args, **kwargs)
+        return (
+            done.scatter_input,
+            done.scatter_event,
+            *((done.post_stream,) if TORCH >= (2, 13) else ()),
+            done.post_event,
+            done.all_reduce_input,
+            done.all_reduce_event,
+            done.partial_output,
+        )
+
+    return in_stock_form

@@ -60,6 +60,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    DispatchingDTensor,
     DTensorSpec,
     local_of,
     local_shape_and_offset,
@@ -106,7 +107,7 @@ _FOREACH = frozenset(
 _RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
 
 
-class OwnerDTensor(DTensor):
+class OwnerDTensor(DispatchingDTensor):
     """A DTensor that lives on one rank of some mesh dimensions and is empty on the others.
 
     See [Note: owner DTensors] for the layouts and for the operators it answers.

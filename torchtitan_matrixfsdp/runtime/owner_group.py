@@ -28,13 +28,16 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPParam,
     FSDPParamGroup,
     ReduceScatter,
+    Reduction,
     TrainingState,
+    counts_unused_parameters,
     device_handle,
     disable_functorch_if_active,
     dynamo_disable,
     local_of,
     post_accumulate_grad_hooks,
     rebind,
+    reduce_adapter,
 )
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
@@ -172,12 +175,12 @@ def owner_reduce(
     partial_reduce_output: torch.Tensor | None,
     all_reduce_hook: Callable[[torch.Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
-) -> tuple[Any, ...]:
+) -> Reduction:
     """Stands in for ``foreach_reduce``: SUM to the owner in reduce dtype, then divide.
 
     ``unsharded_grads`` (each ``[*shape]``, in the parameter or reduce dtype) owns the only
     references to the gradients; clearing it frees them. ``gradient_divide_factor`` ``None``
-    means the data-parallel size, as in FSDP2. The result has the stock function's seven fields.
+    means the data-parallel size, as in FSDP2.
     """
     comm = _owner_comm(reduce_scatter_comm)
     transport = comm.reduce_transport
@@ -211,7 +214,9 @@ def owner_reduce(
             if not all_reduce_grads:
                 event = post_reduce_stream.record_event()
                 stream = post_reduce_stream
-                return (buffer, reduce_scatter_event, stream, event, None, None, reduced)
+                return Reduction(
+                    buffer, reduce_scatter_event, stream, event, partial_output=reduced
+                )
             post_reduce_stream = all_reduce_stream
             all_reduce_stream.wait_stream(reduce_scatter_stream)
             with handle.stream(all_reduce_stream):
@@ -237,14 +242,13 @@ def owner_reduce(
             _accumulate(param, own, post_reduce_stream)
         comm.context.pins.pin(comm.block.name, gradient, [p.sharded_param for p in params])
         post_reduce_event = post_reduce_stream.record_event()
-    return (
+    return Reduction(
         buffer,
         reduce_scatter_event,
         post_reduce_stream,
         post_reduce_event,
         all_reduce_input,
         all_reduce_event,
-        None,
     )
 
 
@@ -355,8 +359,10 @@ class OwnerParamGroup(FSDPParamGroup):
         _stock_wait_for_unshard(self)
         self._comm.buffer.finish_gather()
 
-    post_backward = dynamo_disable(
-        rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
+    post_backward = counts_unused_parameters(
+        dynamo_disable(
+            rebind(FSDPParamGroup.post_backward, foreach_reduce=reduce_adapter(owner_reduce))
+        )
     )
 
     def finalize_backward(self) -> None:
@@ -367,15 +373,12 @@ class OwnerParamGroup(FSDPParamGroup):
         self._release_retired()
         self._comm.context.pins.verify(self._comm.block.name)
 
-    def _reset_iter_state(self) -> None:
-        super()._reset_iter_state()
-        self._abandon_gather()
-        self._release_retired()
-
     def _to_sharded(self) -> None:
         was_sharded = self.is_sharded
         super()._to_sharded()
         if was_sharded:
+            if self._all_gather_result is None:
+                self._abandon_gather()  # what reset_iter_state has waited for and dropped
             return
         buffer = self._comm.buffer
         buffer.retire()

@@ -27,10 +27,11 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPMeshInfo,
     FSDPParam,
     ShardedState,
+    claim_original,
     contiguous_strides,
+    init_mesh_info,
     local_of,
     make_spec,
-    orig_param_uid,
     set_local,
     spec_of,
 )
@@ -57,7 +58,7 @@ class OwnerParam(FSDPParam):
         param: nn.Parameter,
         device: torch.device,
         shard_placement_fn: ShardLookup,
-        mesh_info: FSDPMeshInfo,
+        mesh_info: FSDPMeshInfo | None = None,
     ) -> None:
         """Replaces the even dim-0 chunking. The stock constructor hands its
         ``shard_placement_fn`` argument through unread, and owner groups pass the plan's
@@ -78,15 +79,14 @@ class OwnerParam(FSDPParam):
             raise ValueError(
                 f"{shard.fqn}: parameter is on {param.device}, expected {device} or meta"
             )
-        self.mesh_info = mesh_info
-        self._shard_mesh = self._init_shard_mesh()
+        mesh_info = init_mesh_info(self, mesh_info)
         self.is_owner = mesh_info.shard_mesh_rank == shard.owner
         # Read by stock code that we keep (dtype and shape bookkeeping only; nothing is
         # chunked along this dimension).
         self.fsdp_placement = Shard(0)
         self.is_dtensor = False
         self._unsharded_dtensor_spec = None
-        self._orig_param_uid = orig_param_uid(param)
+        self._orig_param_uid = claim_original(param, shard.fqn)
         self._orig_size = param.size()
         self._contiguous_orig_stride = contiguous_strides(self._orig_size)
         replicate = (Replicate(),) * (mesh_info.mesh.ndim - 1)
@@ -151,6 +151,7 @@ class OwnerParam(FSDPParam):
         all_gather_input_dtypes: list[torch.dtype],
         world_size: int,
         device: torch.device,
+        force_recreate: bool = False,  # torch 2.11 and 2.12: always False without compilation
     ) -> None:
         """The group has allocated the block buffer; this parameter's part is a view."""
         if not self.all_gather_outputs:

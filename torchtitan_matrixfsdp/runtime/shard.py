@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
 
 from torchtitan_matrixfsdp.comm import TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
+from torchtitan_matrixfsdp.runtime import fsdp_compat
 from torchtitan_matrixfsdp.runtime.buffers import OwnerContext
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
@@ -111,16 +112,17 @@ def owner_shard(
 def reset_iter_state(model: nn.Module) -> None:
     """Make the root ``model`` ready for another step after its forward or backward has raised.
 
-    FSDP2's ``reset_iter_state``, and what torch 2.13 forgets there: the gradients of units whose
-    backward was interrupted, to which the next backward would add. The failed iteration is lost;
-    sharded gradients are left to ``zero_grad``.
+    FSDP2's ``reset_iter_state`` (for torch 2.11 and 2.12 too, which lack it), and what torch 2.13
+    forgets there: the gradients of units whose backward was interrupted, to which the next
+    backward would add. The failed iteration is lost; sharded gradients are left to ``zero_grad``.
 
     Raises:
         TypeError: ``model`` is not sharded by FSDP2.
+        RuntimeError: ``model`` is not the root.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"reset_iter_state: {type(model).__name__} is not an FSDP2 module")
-    model.reset_iter_state()
+    fsdp_compat.reset_iter_state(model)
     drop_unsharded_gradients(model)
 
 

@@ -39,7 +39,7 @@ from torchtitan_matrixfsdp.layout import (
     make_plan,
     route,
 )
-from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, count_unused_parameters, owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.report import describe_transports
@@ -191,7 +191,7 @@ def _apply_fsdp(
             # gloo has no PREMUL_SUM, which FSDP2 would use for the factor.
             module.set_force_sum_reduction_for_comms(True)
             # A parameter that this rank's batch did not use counts as a zero gradient.
-            module.set_reduce_scatter_unused_params(True)
+            count_unused_parameters(module)
 
 
 def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: ParallelDims) -> None:
