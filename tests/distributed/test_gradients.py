@@ -180,6 +180,48 @@ def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
             assert grads["dead.weight"].abs().max() == 0
 
 
+class Skipping(nn.Module):
+    """Its second unit is a pair of modules; its third runs on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = (nn.Linear(3, 3) for _ in range(3))
+        self.pair = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.uses_spare = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pair[1](self.pair[0](self.first(x)))
+        return self.last(x + self.spare(x) if self.uses_spare else x)
+
+
+def _reductions_per_parameter() -> None:
+    for version in (fsdp_compat.TORCH, min(fsdp_compat.TORCH, (2, 12))):
+        model = Skipping()
+        mesh = mesh_of(1, 1)
+        for unit in (list(model.pair), model.spare, model):
+            fully_shard(unit, mesh=mesh)
+        counts: dict[str, int] = {}
+        with mock.patch.object(fsdp_compat, "TORCH", version):
+            for module in (model.pair[0], model.spare, model):
+                module.set_force_sum_reduction_for_comms(True)
+                fsdp_compat.count_unused_parameters(module)
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda _, name=name, counts=counts: counts.update({name: counts[name] + 1})
+            )
+        for model.uses_spare in (True, False, True):
+            counts.update(dict.fromkeys(dict(model.named_parameters()), 0))
+            model.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            assert counts == dict.fromkeys(counts, 1)
+            assert (model.spare.weight.grad.full_tensor() != 0).any() == model.uses_spare
+
+
+def test_a_unit_reduces_once_whether_its_module_ran_or_not() -> None:
+    """As FSDP2 counts unused parameters, and as we do for torch before 2.13."""
+    run_ranks(_reductions_per_parameter, 1)
+
+
 def _train_branching(model: nn.Module, optimizers: list[LocalStepOptimizer], steps: range) -> None:
     rank = dist.get_rank()
     for step in steps:
