@@ -4,7 +4,11 @@ Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported
 :mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only.
 """
 
-from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
+from torchtitan_matrixfsdp.runtime.buffers import (
+    BufferStateError,
+    OwnerContext,
+    check_gradient,
+)
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     Owner,
     OwnerDTensor,
@@ -18,6 +22,7 @@ __all__ = [
     "Owner",
     "OwnerContext",
     "OwnerDTensor",
+    "check_gradient",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",

@@ -93,6 +93,7 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "rebind",
     "register_foreach_type",
+    "root_of",
     "set_local",
     "spec_of",
 ]
@@ -161,6 +162,13 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
     """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks."""
     fully_shard.state(module)._fsdp_param_groups.append(group)  # type: ignore[attr-defined]
+
+
+def root_of(module: nn.Module) -> nn.Module | None:
+    """The root whose first forward made ``module`` part of it; ``None`` before that."""
+    states = fully_shard.state(module)._state_ctx.all_states  # type: ignore[attr-defined]
+    root: nn.Module | None = states[0]._modules[0] if states else None
+    return root
 
 
 def device_handle(device: torch.device) -> Any:

@@ -35,6 +35,7 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     local_of,
     post_accumulate_grad_hooks,
     rebind,
+    root_of,
 )
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
@@ -209,6 +210,7 @@ def owner_reduce(
             if partial_reduce_output is not None:
                 reduced += partial_reduce_output
             if not all_reduce_grads:
+                comm.context.pins.pin_partial(comm.block.name, reduced)
                 event = post_reduce_stream.record_event()
                 stream = post_reduce_stream
                 return (buffer, reduce_scatter_event, stream, event, None, None, reduced)
@@ -235,7 +237,7 @@ def owner_reduce(
             numel = segment.numel if param.is_owner else 0
             own = gradient.narrow(0, start, numel).view(param.sharded_size)
             _accumulate(param, own, post_reduce_stream)
-        comm.context.pins.pin(comm.block.name, gradient, [p.sharded_param for p in params])
+        comm.context.pins.pin(comm.block.name, [p.sharded_param for p in params])
         post_reduce_event = post_reduce_stream.record_event()
     return (
         buffer,
@@ -330,6 +332,12 @@ class OwnerParamGroup(FSDPParamGroup):
         """Refused: owner groups move uneven segments."""
         raise NotImplementedError(_custom_collective("set_allocate_memory_from_process_group"))
 
+    def lazy_init(self) -> None:
+        super().lazy_init()
+        root = root_of(self.modules[0])
+        if self._defer_release and root is not None:
+            self._comm.context.release_after(root)
+
     # rebind peels decorators off, so the stock ones are put back on.
     @disable_functorch_if_active
     def unshard(self, async_op: bool = False) -> None:
@@ -349,7 +357,7 @@ class OwnerParamGroup(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         # This block's gather is issued, so earlier blocks may give their memory back.
-        self._release_retired()
+        self._comm.context.release_retired()
         _stock_wait_for_unshard(self)
         self._comm.buffer.finish_gather()
 
@@ -362,33 +370,46 @@ class OwnerParamGroup(FSDPParamGroup):
         will read is checked."""
         super().finalize_backward()
         self._abandon_gather()
-        self._release_retired()
+        self._comm.context.release_retired()
         self._comm.context.pins.verify(self._comm.block.name)
 
     def _reset_iter_state(self) -> None:
         super()._reset_iter_state()
         self._abandon_gather()
-        self._release_retired()
+        self._comm.context.release_retired()
 
     def _to_sharded(self) -> None:
         was_sharded = self.is_sharded
         super()._to_sharded()
         if was_sharded:
             return
-        buffer = self._comm.buffer
-        buffer.retire()
-        event = self.device_handle.Event()
-        event.record()
-        if self._defer_release and self._training_state == TrainingState.FORWARD:
-            self._comm.context.defer(buffer, event)
+        self._comm.buffer.retire()
+        # A gather in the compute stream waits for this block anyway.
+        is_overlapped = self._defer_release and not self.unshard_async_op
+        if is_overlapped and self._training_state == TrainingState.FORWARD:
+            event = self._compute_event()
+            wait = self._wait_all_gather_streams_on_event
+            self._comm.context.defer(self._comm.buffer, event, wait)
         else:
-            self._wait_all_gather_streams_on_event(event)
-            buffer.release()
+            self._release_behind_compute()
 
     def _abandon_gather(self) -> None:
-        """Give back a gather that was waited for by nobody but the caller."""
-        if self._comm.buffer.state is BufferState.GATHERING:
-            self._comm.buffer.release()
+        """Give back a gather that nobody used, or that a fault interrupted."""
+        if self._comm.buffer.state is not BufferState.GATHERING:
+            return
+        # An interrupted gather left no event, so its streams are waited for.
+        compute = self.device_handle.current_stream()
+        compute.wait_stream(self.comm_ctx.all_gather_copy_in_stream)
+        compute.wait_stream(self.comm_ctx.all_gather_stream)
+        self._release_behind_compute()
 
-    def _release_retired(self) -> None:
-        self._comm.context.release_retired(self._wait_all_gather_streams_on_event)
+    def _release_behind_compute(self) -> None:
+        """Free the buffer; its memory belongs to the stream that it was allocated in, which must
+        wait for the compute stream before it gets it again."""
+        self._wait_all_gather_streams_on_event(self._compute_event())
+        self._comm.buffer.release()
+
+    def _compute_event(self) -> torch.Event:
+        event = self.device_handle.Event()
+        event.record()
+        return event
