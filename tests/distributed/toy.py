@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from tests.harness import run_ranks
 from tests.oracle import OracleMuon
 from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
@@ -24,11 +33,14 @@ from torchtitan_matrixfsdp.layout import (
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
 from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, owner_shard
+from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer
+from torchtitan_matrixfsdp.runtime.owner_group import OwnerParamGroup
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 DIM, HIDDEN, VOCAB = 12, 33, 17
+TRANSPORTS = ("p2p", "broadcast", "balanced", "auto")
 
 
 class Block(nn.Module):
@@ -80,6 +92,11 @@ def batch(step: int, samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.roll(-1, dims=1)
 
 
+def rows_of(rank: int, ranks: int, micro: int = 0) -> slice:
+    """This rank's samples of microbatch ``micro``."""
+    return slice(micro * 12 + rank * 12 // ranks, micro * 12 + (rank + 1) * 12 // ranks)
+
+
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
@@ -121,6 +138,7 @@ class Run:
     checkpointing: bool = False
     reshard: bool | None = True
     mp_policy: MixedPrecisionPolicy | None = None
+    offload: bool = False
     ns_dtype: torch.dtype = torch.float64
     explicit_prefetch: bool = False
     async_unshard: bool = False
@@ -136,16 +154,26 @@ class Sharded:
     model: Toy
     plan: OwnerPlan | None
     optimizers: list[LocalStepOptimizer]
-    counter: TrafficCounter
+    context: OwnerContext
     routing: Routing
 
+    @property
+    def counter(self) -> TrafficCounter:
+        return self.context.counter
 
-def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
+
+def shard_toy(model: Toy, mesh: DeviceMesh, run: Run, include: list[str] | None = None) -> Sharded:
+    """``model`` may be any with blocks in ``layers``; ``include`` are its matrices."""
     if run.checkpointing:
         for name, layer in list(model.layers.named_children()):
             model.layers.register_module(name, checkpoint_wrapper(layer))
-    routing = route_toy(model)
-    policy = run.mp_policy or MixedPrecisionPolicy()
+    routing = route_toy(model, include)
+    options = {
+        "mesh": mesh,
+        "mp_policy": run.mp_policy or MixedPrecisionPolicy(),
+        # Pinned memory needs an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if run.offload else OffloadPolicy(),
+    }
     context = OwnerContext(defer_release=run.defer_release)
     plan = None
     if run.mode == "zero3":
@@ -153,24 +181,25 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         plan = make_plan(run.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1))
         agree_on_plan(plan)
     for name, layer in model.layers.named_children():
-        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": run.reshard}
         if plan is None:
-            fully_shard(layer, **options)
+            fully_shard(layer, reshard_after_forward=run.reshard, **options)
         else:
             owner_shard(
                 layer,
                 plan.block(f"layers.{name}"),
                 transport=TransportFactory(run.transport),
                 context=context,
+                reshard_after_forward=run.reshard,
                 **options,
             )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             if module is model or run.mode == "stock":  # owner groups have it on by themselves
                 module.set_reduce_scatter_unused_params(True)
-    model.repeat = run.repeat
+    if isinstance(model, Toy):
+        model.repeat = run.repeat
     if run.async_unshard:
         for layer in model.layers:
             layer._set_unshard_async_op(True)
@@ -178,7 +207,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
-    return Sharded(model, plan, make_optimizers(model, routing, run), context.counter, routing)
+    return Sharded(model, plan, make_optimizers(model, routing, run), context, routing)
 
 
 def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalStepOptimizer]:
@@ -208,7 +237,7 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
             optimizer.zero_grad()
         tokens, targets = batch(step, 12 * run.accumulation)
         for micro in range(run.accumulation):
-            rows = slice(micro * 12 + rank * 12 // ranks, micro * 12 + (rank + 1) * 12 // ranks)
+            rows = rows_of(rank, ranks, micro)
             last = micro == run.accumulation - 1
             if run.deferred:
                 model.set_requires_gradient_sync(last)
@@ -244,6 +273,28 @@ def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3
     return model
 
 
+def owner_groups(model: nn.Module) -> list[OwnerParamGroup]:
+    """Of every owner-sharded module, in module order."""
+    states = [fully_shard.state(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [group for group in groups if isinstance(group, OwnerParamGroup)]
+
+
+def buffers_of(model: nn.Module) -> list[BlockBuffer]:
+    """The block buffers, in module order."""
+    return [group._comm.buffer for group in owner_groups(model)]
+
+
+def allocated(model: nn.Module) -> dict[str, int]:
+    """The bytes behind every block buffer; blocks without storage are left out."""
+    sizes = {
+        buffer.name: buffer._flat.untyped_storage().nbytes()
+        for buffer in buffers_of(model)
+        if buffer._flat is not None
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank, by canonical name."""
     whole = {}
@@ -258,6 +309,17 @@ def max_difference(model: nn.Module, oracle: nn.Module) -> float:
     return max(
         (value - reference[name]).abs().max().item() for name, value in full_state(model).items()
     )
+
+
+def run_transports(check: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Run ``check(transport, *args)`` for every transport, in one spawn; the results of all ranks
+    and transports."""
+    found = run_ranks(_each_transport, ranks, check, *args)
+    return [result for of_rank in found for result in of_rank]
+
+
+def _each_transport(check: Callable[..., Any], *args: Any) -> list[Any]:
+    return [check(name, *args) for name in TRANSPORTS]
 
 
 def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
