@@ -21,9 +21,11 @@ from torch.distributed.fsdp import (
 
 from tests.harness import run_ranks
 from tests.oracle import OracleMuon
-from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, agree_on_plan
+from torchtitan_matrixfsdp.comm import TRANSPORTS as TRANSPORT_CLASSES
+from torchtitan_matrixfsdp.comm import TrafficCounter, Transport, TransportFactory, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
+    BlockPlan,
     OwnerPlan,
     ParamMeta,
     Routing,
@@ -131,7 +133,7 @@ class Run:
 
     mode: str = "zero3"
     planner: str = "cost_aware"
-    transport: str = "auto"
+    transport: str | TransportFactory = "auto"
     defer_release: bool | None = None
     accumulation: int = 1
     deferred: bool = False
@@ -162,7 +164,13 @@ class Sharded:
         return self.context.counter
 
 
-def shard_toy(model: Toy, mesh: DeviceMesh, run: Run, include: list[str] | None = None) -> Sharded:
+def shard_toy(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    run: Run,
+    include: list[str] | None = None,
+    context: OwnerContext | None = None,
+) -> Sharded:
     """``model`` may be any with blocks in ``layers``; ``include`` are its matrices."""
     if run.checkpointing:
         for name, layer in list(model.layers.named_children()):
@@ -174,7 +182,10 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run, include: list[str] | None 
         # Pinned memory needs an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if run.offload else OffloadPolicy(),
     }
-    context = OwnerContext(defer_release=run.defer_release)
+    context = context or OwnerContext(defer_release=run.defer_release)
+    factory = run.transport
+    if not isinstance(factory, TransportFactory):
+        factory = TransportFactory(factory)
     plan = None
     if run.mode == "zero3":
         _, blocks = metas_of(model)
@@ -187,7 +198,7 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run, include: list[str] | None 
             owner_shard(
                 layer,
                 plan.block(f"layers.{name}"),
-                transport=TransportFactory(run.transport),
+                transport=factory,
                 context=context,
                 reshard_after_forward=run.reshard,
                 **options,
@@ -229,10 +240,11 @@ def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalS
     return [LocalStepOptimizer(matrices, muon), LocalStepOptimizer(others, adamw)]
 
 
-def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None:
-    """``steps`` steps; each rank takes its slice of every microbatch of the global batch."""
+def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int, start: int = 0) -> None:
+    """``steps`` steps from step ``start`` on; each rank takes its slice of every microbatch of the
+    global batch."""
     model = sharded.model
-    for step in range(steps):
+    for step in range(start, start + steps):
         for optimizer in sharded.optimizers:
             optimizer.zero_grad()
         tokens, targets = batch(step, 12 * run.accumulation)
@@ -320,6 +332,31 @@ def run_transports(check: Callable[..., Any], ranks: int, *args: Any) -> list[An
 
 def _each_transport(check: Callable[..., Any], *args: Any) -> list[Any]:
     return [check(name, *args) for name in TRANSPORTS]
+
+
+Observer = Callable[[str, str], None]
+
+
+class ObservedFactory(TransportFactory):
+    """Makes transports that call ``observer(operation, block name)`` before each operation."""
+
+    def __init__(self, name: str, observer: Observer) -> None:
+        super().__init__(name)
+        self.observer = observer
+
+    def __call__(self, block: BlockPlan, rank: int, counter: TrafficCounter) -> Transport:
+        observer = self.observer
+
+        class Observed(TRANSPORT_CLASSES[self.choose(block)]):
+            def gather(self, buffer, group):
+                observer("gather", block.name)
+                return super().gather(buffer, group)
+
+            def reduce(self, buffer, group):
+                observer("reduce", block.name)
+                return super().reduce(buffer, group)
+
+        return Observed(block, rank, counter)
 
 
 def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
