@@ -106,7 +106,7 @@ class Case:
         layout, rank = self.transport.layout, self.place.rank
         buffer = self.filled(self.values(rank), {s.fqn for s in self.block.shards})
         total = self.transport.reduce(buffer, self.place.group)
-        assert (total.shape, total.dtype) == ((layout.owned_numel(rank),), self.dtype)
+        assert (total.shape, total.dtype) == ((layout.packed_numel(rank),), self.dtype)
         if total.numel():
             assert total.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
         buffer.fill_(NAN)  # it belongs to the next block now

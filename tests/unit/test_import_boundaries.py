@@ -6,9 +6,9 @@
   before it. layout is pure Python; only titan and the entry points know TorchTitan; the rooms
   between know torch and nothing else.
 - Nothing imports an entry point. `cpu_device` is for entry points only.
-- FSDP2's private names are imported in runtime/fsdp_compat.py alone, and in runtime/fsdp_check.py,
-  which looks whether torch has them; no module asks by string whether something has a private
-  attribute.
+- FSDP2's private names are imported in runtime/fsdp_compat.py alone, in runtime/fsdp_check.py,
+  which looks whether torch has them, and in runtime/fsdp_older.py, which adds what old versions
+  lack; no module asks by string whether something has a private attribute.
 - Environment variables are read by titan and the entry points only.
 - No file is longer than 500 lines.
 """
@@ -43,7 +43,7 @@ ENTRY_POINTS = ("train", "plan", "bench", "checkpoint.__main__")
 # Stand beside the entry points, which alone may import them.
 ENTRY_HELPERS = ("cpu_device",)
 
-FSDP_COMPAT = ("runtime.fsdp_compat", "runtime.fsdp_check")
+FSDP_COMPAT = ("runtime.fsdp_compat", "runtime.fsdp_check", "runtime.fsdp_older")
 # The second is FSDP2's former home, where old imports still work.
 FSDP_PRIVATE = re.compile(
     r"torch\.distributed\.(fsdp(\.\w+)*\._|_composable\.(fsdp|fully_shard)\b)[\w.]*"

@@ -94,7 +94,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the SUM over the group of this rank's runs, 1D ``[layout.owned_numel(rank)]``, in
+        """Return the SUM over the group of this rank's runs, 1D ``[layout.packed_numel(rank)]``, in
         the buffer's dtype and with storage of its own."""
 
     def predict_gather(self, itemsize: int) -> Traffic:
@@ -274,7 +274,7 @@ class BalancedTransport(Transport):
         reduce_scatter_single(part, buffer, op=dist.ReduceOp.SUM, group=group)
         if not self._reduce and len(self._runs) == 1 and self._runs[0].start == self._slice.start:
             return part.narrow(0, 0, self._runs[0].numel)  # the usual case when balanced
-        total = buffer.new_empty(self.layout.owned_numel(self._rank))
+        total = buffer.new_empty(self.layout.packed_numel(self._rank))
 
         def in_part(segment: Segment) -> torch.Tensor:
             return part.narrow(0, segment.start - self._slice.start, segment.numel)
@@ -304,7 +304,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class TransportFactory:
-    """Makes the transport of one block for one rank.
+    """Chooses and makes the transports of one block for one rank.
 
     Args:
         name: ``"p2p"``, ``"broadcast"``, ``"balanced"``, or ``"auto"``: the cheapest for each
@@ -329,8 +329,12 @@ class TransportFactory:
         """Returns the name of the transport that ``block`` gets; the same on every rank."""
         return choose_transport(block, *self._itemsizes) if self.name == "auto" else self.name
 
-    def __call__(self, block: BlockPlan, rank: int, counter: TrafficCounter) -> Transport:
-        return TRANSPORTS[self.choose(block)](block, rank, counter)
+    def __call__(
+        self, name: str, block: BlockPlan, rank: int, counter: TrafficCounter
+    ) -> Transport:
+        """The transport ``name``, as :meth:`choose` gave it, of ``block`` or of its trainable
+        part."""
+        return TRANSPORTS[name](block, rank, counter)
 
 
 TRANSPORTS: Mapping[str, type[Transport]] = {

@@ -74,8 +74,9 @@ class BufferLayout:
         check_rank(rank, self.block.world_size)
         return self._runs.get(rank, ())
 
-    def owned_numel(self, rank: int) -> int:
-        """Returns the elements in the runs of ``rank``, alignment gaps inside them included."""
+    def packed_numel(self, rank: int) -> int:
+        """Returns the elements in the runs of ``rank``: what it owns, and the alignment gaps inside
+        its runs."""
         return sum(run.numel for run in self.runs(rank))
 
     def offset_in_runs(self, segment: Segment, rank: int) -> int:

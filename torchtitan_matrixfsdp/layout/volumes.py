@@ -73,29 +73,32 @@ class TransportModel:
         busiest: the most elements that any rank sends or receives in a gather, and the messages
             that must follow one another; latency is paid for each. A reduction is the gather
             turned round, so both are the same there.
+        relays: whether ranks pass on what others sent before all of it has arrived, so that each
+            of those messages also waits for a chunk.
     """
 
     arrange: Callable[[BlockPlan], BufferLayout]
     gather: VolumeOf
     reduce: VolumeOf
     busiest: Callable[[BufferLayout], Volume]
+    relays: bool = False
 
 
 # The volumes are closed forms, the schedules are lists: tests hold one against the other.
 def _p2p_gather(layout: BufferLayout, rank: int) -> Volume:
     others = layout.block.world_size - 1
-    return Volume(others * layout.owned_numel(rank), others * len(layout.runs(rank)))
+    return Volume(others * layout.packed_numel(rank), others * len(layout.runs(rank)))
 
 
 def _p2p_reduce(layout: BufferLayout, rank: int) -> Volume:
     others = [owner for owner in layout.block.owners if owner != rank]
-    elements = sum(layout.owned_numel(owner) for owner in others)
+    elements = sum(layout.packed_numel(owner) for owner in others)
     return Volume(elements, sum(len(layout.runs(owner)) for owner in others))
 
 
 def _p2p_busiest(layout: BufferLayout) -> Volume:
     block = layout.block
-    largest = max(map(layout.owned_numel, block.owners), default=0)
+    largest = max(map(layout.packed_numel, block.owners), default=0)
     # A rank's sends leave one after another: an all-gather of slices as large costs the same.
     return ring_volume(largest, block.world_size)
 
@@ -103,20 +106,20 @@ def _p2p_busiest(layout: BufferLayout) -> Volume:
 def _broadcast_gather(layout: BufferLayout, rank: int) -> Volume:
     block = layout.block
     volumes = (
-        broadcast_volume(layout.owned_numel(root), root, rank, block.world_size)
+        broadcast_volume(layout.packed_numel(root), root, rank, block.world_size)
         for root in block.owners
     )
     return sum(volumes, Volume())
 
 
 def _broadcast_reduce(layout: BufferLayout, rank: int) -> Volume:
-    volumes = (reduce_volume(layout.owned_numel(o), o, rank) for o in layout.block.owners)
+    volumes = (reduce_volume(layout.packed_numel(o), o, rank) for o in layout.block.owners)
     return sum(volumes, Volume())
 
 
 def _broadcast_busiest(layout: BufferLayout) -> Volume:
     size = layout.block.world_size
-    owned = [layout.owned_numel(rank) for rank in layout.block.owners]
+    owned = [layout.packed_numel(rank) for rank in layout.block.owners]
     spared = min(owned) if len(owned) == size else 0
     # Each passes around the ring, and one communicator runs them in turn.
     return Volume(sum(owned) - spared, (size - 1) * sum(numel > 0 for numel in owned))
@@ -153,7 +156,7 @@ TRANSPORT_MODELS: Mapping[str, TransportModel] = MappingProxyType(
         ),
         "p2p": TransportModel(arrange_by_owner, _p2p_gather, _p2p_reduce, _p2p_busiest),
         "broadcast": TransportModel(
-            arrange_by_owner, _broadcast_gather, _broadcast_reduce, _broadcast_busiest
+            arrange_by_owner, _broadcast_gather, _broadcast_reduce, _broadcast_busiest, relays=True
         ),
     }
 )
@@ -161,13 +164,16 @@ TRANSPORT_MODELS: Mapping[str, TransportModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """What a link costs: seconds per message that must wait for another, bytes per second.
+    """What a link costs: seconds per message that must wait for another, bytes per second, and the
+    bytes that a relaying rank receives before it sends them on.
 
-    The defaults are one 200 Gbit/s port per rank. Only their ratio matters to a choice.
+    The defaults are one 200 Gbit/s port per rank and NCCL's order of chunk. Only their ratios
+    matter to a choice.
     """
 
     latency_s: float = 5e-6
     bytes_per_s: float = 25e9
+    chunk_bytes: int = 512 * 1024
 
 
 def transport_seconds(
@@ -175,8 +181,8 @@ def transport_seconds(
 ) -> float:
     """Returns the modelled seconds of a step's transfers of one block: two gathers, one reduction.
 
-    Each operation takes what its busiest rank sends or receives, at the link's rate, and one
-    latency per round.
+    Each operation takes what its busiest rank sends or receives, at the link's rate, and for each
+    round one latency; a relayed one waits for a chunk besides, of the mean message at most.
     """
     model = TRANSPORT_MODELS[name]
     gather = model.busiest(model.arrange(block))
@@ -184,7 +190,11 @@ def transport_seconds(
     reduce = gather if trainable is block else model.busiest(model.arrange(trainable))
     nbytes = 2 * gather.elements * gather_itemsize + reduce.elements * reduce_itemsize
     rounds = 2 * gather.messages + reduce.messages
-    return nbytes / link.bytes_per_s + rounds * link.latency_s
+    wait = link.latency_s
+    if model.relays and block.owners:
+        mean_bytes = block.numel * gather_itemsize / len(block.owners)
+        wait += min(link.chunk_bytes, mean_bytes) / link.bytes_per_s
+    return nbytes / link.bytes_per_s + rounds * wait
 
 
 def choose_transport(

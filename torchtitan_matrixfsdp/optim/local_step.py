@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_matrixfsdp.runtime import wrap_like
+from torchtitan_matrixfsdp.runtime import check_gradient, wrap_like
 
 InnerFactory = Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]
 """Makes the inner optimizer from groups of local tensors, and the parameter of each."""
@@ -85,7 +85,11 @@ class LocalStepOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the inner optimizer on this rank's local tensors; no collective of ours."""
+        """One step of the inner optimizer on this rank's local tensors; no collective of ours.
+
+        Raises:
+            BufferStateError: the memory of a gradient was freed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,6 +102,7 @@ class LocalStepOptimizer(Optimizer):
                 local.grad = None if param.grad is None else torch.zeros_like(local)
                 continue
             _follow_storage(param, local)
+            check_gradient(param)
             local.grad = None if param.grad is None else _plain(param.grad)
         self.inner.step()
         for local in self._local.values():

@@ -1,11 +1,16 @@
 """Owner shards inside FSDP2's lifecycle.
 
 Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported in
-:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only, and checked in ``fsdp_check``.
+:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only, checked in ``fsdp_check``, and used
+for older versions of torch in ``fsdp_older``.
 """
 
-from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
-from torchtitan_matrixfsdp.runtime.fsdp_compat import count_unused_parameters
+from torchtitan_matrixfsdp.runtime.buffers import (
+    BufferStateError,
+    OwnerContext,
+    check_gradient,
+)
+from torchtitan_matrixfsdp.runtime.fsdp_older import count_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     OwnerDTensor,
     whole_tensor_random,
@@ -21,6 +26,7 @@ __all__ = [
     "OwnerContext",
     "OwnerDTensor",
     "PartitionedReplicas",
+    "check_gradient",
     "count_unused_parameters",
     "owner_local_shape",
     "owner_shard",

@@ -11,7 +11,8 @@ of torch is modified, and a name that torch no longer uses raises at import inst
 silently running stock code.
 
 [Note: torch versions]
-torch 2.11, 2.12 and 2.13 differ in what we lean on, and nothing outside this file knows how:
+torch 2.11, 2.12 and 2.13 differ in what we lean on, and nothing but this file and ``fsdp_older``
+knows how:
 
 - 2.11 holds one parameter group per module, later ones a list;
 - 2.11 gives a parameter its mesh before ``_init_sharded_param``, later ones pass it in, and
@@ -21,7 +22,7 @@ torch 2.11, 2.12 and 2.13 differ in what we lean on, and nothing outside this fi
   ``post_backward``;
 - 2.11 never calls the ``__torch_dispatch__`` of a DTensor subclass;
 - only 2.13 has ``reset_iter_state`` and counts unused parameters as zero gradients. For the
-  others both are written here.
+  others both are written in ``fsdp_older``.
 
 ``fsdp_check`` stops every other minor version, and a release in the range that lacks a name.
 """
@@ -34,7 +35,6 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -47,7 +47,6 @@ from torchtitan_matrixfsdp.runtime.fsdp_check import RANGE, SUPPORTED_TORCH, TOR
 # The line above has checked the installed torch. Only now its private parts.
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import _get_device_handle
-from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -86,12 +85,11 @@ __all__ = [
     "append_param_group",
     "claim_original",
     "contiguous_strides",
-    "count_unused_parameters",
-    "counts_unused_parameters",
     "device_handle",
     "disable_functorch_if_active",
     "drop_unsharded_gradients",
     "dynamo_disable",
+    "groups_of",
     "init_mesh_info",
     "local_of",
     "local_shape_and_offset",
@@ -103,7 +101,7 @@ __all__ = [
     "rebind",
     "reduce_adapter",
     "register_foreach_type",
-    "reset_iter_state",
+    "root_of",
     "set_local",
     "spec_of",
 ]
@@ -190,10 +188,10 @@ def init_mesh_info(param: FSDPParam, mesh_info: FSDPMeshInfo | None) -> FSDPMesh
 
 def param_groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups that FSDP2 runs for ``module``'s hooks."""
-    return _groups_of(fully_shard.state(module))  # type: ignore[attr-defined]
+    return groups_of(fully_shard.state(module))  # type: ignore[attr-defined]
 
 
-def _groups_of(state: Any) -> list[FSDPParamGroup]:
+def groups_of(state: Any) -> list[FSDPParamGroup]:
     if TORCH >= (2, 12):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -216,6 +214,13 @@ def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
             "their own, or install torch >=2.12."
         )
     state._fsdp_param_group = group
+
+
+def root_of(module: nn.Module) -> nn.Module | None:
+    """The root whose first forward made ``module`` part of it; ``None`` before that."""
+    states = fully_shard.state(module)._state_ctx.all_states  # type: ignore[attr-defined]
+    root: nn.Module | None = states[0]._modules[0] if states else None
+    return root
 
 
 def device_handle(device: torch.device) -> Any:
@@ -320,58 +325,6 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def reset_iter_state(root: FSDPModule) -> None:
-    """Wait for what an interrupted forward or backward has started, free what it has gathered
-    or reduced in part, and let the next iteration begin afresh.
-
-    Raises:
-        RuntimeError: ``root`` is not the root of the sharded model.
-    """
-    if TORCH >= (2, 13):
-        root.reset_iter_state()
-        return
-    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
-    if state._is_root is None:
-        return  # nothing has run yet
-    if not state._is_root:
-        raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-    comm = state._comm_ctx
-    stream = state._device_handle.current_stream()
-    reductions = comm.reduce_scatter_states if TORCH >= (2, 12) else [comm.reduce_scatter_state]
-    # A buffer may go back to the allocator once this stream is ordered after its last use.
-    for held in (comm.all_gather_state, *reductions):
-        if held is not None and held.event is not None:
-            stream.wait_event(held.event)
-    comm.all_gather_state = None
-    if TORCH >= (2, 12):
-        comm.reduce_scatter_states.clear()
-    else:
-        comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    for each in state._state_ctx.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = TrainingState.IDLE
-        for group in _groups_of(each):
-            _reset_group(group, stream)
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-
-
-def _reset_group(group: FSDPParamGroup, stream: Any) -> None:
-    gathered = group._all_gather_result
-    if gathered is not None:
-        if gathered.all_gather_event is not None:
-            stream.wait_event(gathered.all_gather_event)
-        if isinstance(gathered.all_gather_work, Work):
-            gathered.all_gather_work.wait()
-        group._all_gather_result = None
-    group._wait_for_post_backward()
-    group._partial_reduce_output = None
-    group._post_forward_indices.clear()
-    group._training_state = TrainingState.IDLE
-    group._to_sharded()
-
-
 def drop_unsharded_gradients(module: nn.Module) -> None:
     """Forget what autograd has accumulated under ``module`` and no reduction has taken yet."""
     for submodule in module.modules():
@@ -381,60 +334,6 @@ def drop_unsharded_gradients(module: nn.Module) -> None:
                     param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):  # absent before the first gather
                         param._unsharded_param.grad = None
-
-
-def counts_unused_parameters(post_backward: _Method) -> _Method:
-    """Decorates ``FSDPParamGroup.post_backward`` so that a trainable parameter without a
-    gradient takes part in the reduction as zeros. From 2.13 on FSDP2 does so itself, where
-    the group's ``reduce_scatter_unused_params`` is set."""
-    return post_backward if TORCH >= (2, 13) else _with_zero_gradients(post_backward)
-
-
-def _with_zero_gradients(post_backward: _Method) -> _Method:
-    last_backward: WeakKeyDictionary[FSDPParamGroup, int] = WeakKeyDictionary()
-
-    @functools.wraps(post_backward)
-    def with_zeros(group: FSDPParamGroup, *unused: Any) -> Any:
-        # Idle: FSDP2's callback at the end of backward has come to a group that did not run.
-        # 2.11 comes to a unit of several modules once for each, when the first has reduced.
-        backward = torch._C._current_graph_task_id()
-        idle = group._training_state is TrainingState.IDLE
-        if group.reduce_grads and not (idle and last_backward.get(group) == backward):
-            for param in group.fsdp_params:
-                if hasattr(param, "_unsharded_param"):  # absent before the first gather
-                    _fill_gradient(param)
-        last_backward[group] = backward
-        return post_backward(group, *unused)
-
-    return with_zeros
-
-
-def _fill_gradient(param: FSDPParam) -> None:
-    unsharded = param.unsharded_param
-    has_gradient = param.unsharded_accumulated_grad is not None or unsharded.grad is not None
-    if unsharded.requires_grad and not has_gradient:
-        unsharded.grad = torch.zeros_like(unsharded)
-
-
-class _CountingGroup(FSDPParamGroup):
-    """A stock group, for a torch whose own cannot count unused parameters."""
-
-    post_backward = _with_zero_gradients(FSDPParamGroup.post_backward)
-
-
-def count_unused_parameters(module: FSDPModule) -> None:
-    """Let a parameter in ``module``'s own FSDP2 unit that this rank's batch did not use take
-    part in the unit's reduction as a zero gradient, so that all ranks reduce and step alike.
-
-    FSDP2's ``set_reduce_scatter_unused_params``, for every supported torch. Owner groups count
-    them without being asked.
-    """
-    if TORCH >= (2, 13):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    for group in param_groups_of(module):
-        if type(group) is FSDPParamGroup:
-            group.__class__ = _CountingGroup
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:

@@ -30,7 +30,6 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     ReduceScatter,
     Reduction,
     TrainingState,
-    counts_unused_parameters,
     device_handle,
     disable_functorch_if_active,
     dynamo_disable,
@@ -38,7 +37,9 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     post_accumulate_grad_hooks,
     rebind,
     reduce_adapter,
+    root_of,
 )
+from torchtitan_matrixfsdp.runtime.fsdp_older import counts_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
 
@@ -76,8 +77,9 @@ class OwnerComm(AllGather, ReduceScatter):
         self.block = block
         self.rank = rank
         self.context = context
-        self.gather_transport = transport(block, rank, context.counter)
-        self.reduce_transport = transport(block.trainable(), rank, context.counter)
+        name = transport.choose(block)  # once: both directions go the same way
+        self.gather_transport = transport(name, block, rank, context.counter)
+        self.reduce_transport = transport(name, block.trainable(), rank, context.counter)
         self.buffer = BlockBuffer(block.name, self.gather_transport.layout.numel)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -212,6 +214,7 @@ def owner_reduce(
             if partial_reduce_output is not None:
                 reduced += partial_reduce_output
             if not all_reduce_grads:
+                comm.context.pins.pin_partial(comm.block.name, reduced)
                 event = post_reduce_stream.record_event()
                 stream = post_reduce_stream
                 return Reduction(
@@ -240,7 +243,7 @@ def owner_reduce(
             numel = segment.numel if param.is_owner else 0
             own = gradient.narrow(0, start, numel).view(param.sharded_size)
             _accumulate(param, own, post_reduce_stream)
-        comm.context.pins.pin(comm.block.name, gradient, [p.sharded_param for p in params])
+        comm.context.pins.pin(comm.block.name, [p.sharded_param for p in params])
         post_reduce_event = post_reduce_stream.record_event()
     return Reduction(
         buffer,
@@ -334,6 +337,12 @@ class OwnerParamGroup(FSDPParamGroup):
         """Refused: owner groups move uneven segments."""
         raise NotImplementedError(_custom_collective("set_allocate_memory_from_process_group"))
 
+    def lazy_init(self) -> None:
+        super().lazy_init()
+        root = root_of(self.modules[0])
+        if self._defer_release and root is not None:
+            self._comm.context.release_after(root)
+
     # rebind peels decorators off, so the stock ones are put back on.
     @disable_functorch_if_active
     def unshard(self, async_op: bool = False) -> None:
@@ -355,7 +364,7 @@ class OwnerParamGroup(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         # This block's gather is issued, so earlier blocks may give their memory back.
-        self._release_retired()
+        self._comm.context.release_retired()
         _stock_wait_for_unshard(self)
         self._comm.buffer.finish_gather()
 
@@ -370,7 +379,7 @@ class OwnerParamGroup(FSDPParamGroup):
         will read is checked."""
         super().finalize_backward()
         self._abandon_gather()
-        self._release_retired()
+        self._comm.context.release_retired()
         self._comm.context.pins.verify(self._comm.block.name)
 
     def _to_sharded(self) -> None:
@@ -380,20 +389,33 @@ class OwnerParamGroup(FSDPParamGroup):
             if self._all_gather_result is None:
                 self._abandon_gather()  # what reset_iter_state has waited for and dropped
             return
-        buffer = self._comm.buffer
-        buffer.retire()
-        event = self.device_handle.Event()
-        event.record()
-        if self._defer_release and self._training_state == TrainingState.FORWARD:
-            self._comm.context.defer(buffer, event)
+        self._comm.buffer.retire()
+        # A gather in the compute stream waits for this block anyway.
+        is_overlapped = self._defer_release and not self.unshard_async_op
+        if is_overlapped and self._training_state == TrainingState.FORWARD:
+            event = self._compute_event()
+            wait = self._wait_all_gather_streams_on_event
+            self._comm.context.defer(self._comm.buffer, event, wait)
         else:
-            self._wait_all_gather_streams_on_event(event)
-            buffer.release()
+            self._release_behind_compute()
 
     def _abandon_gather(self) -> None:
-        """Give back a gather that was waited for by nobody but the caller."""
-        if self._comm.buffer.state is BufferState.GATHERING:
-            self._comm.buffer.release()
+        """Give back a gather that nobody used, or that a fault interrupted."""
+        if self._comm.buffer.state is not BufferState.GATHERING:
+            return
+        # An interrupted gather left no event, so its streams are waited for.
+        compute = self.device_handle.current_stream()
+        compute.wait_stream(self.comm_ctx.all_gather_copy_in_stream)
+        compute.wait_stream(self.comm_ctx.all_gather_stream)
+        self._release_behind_compute()
 
-    def _release_retired(self) -> None:
-        self._comm.context.release_retired(self._wait_all_gather_streams_on_event)
+    def _release_behind_compute(self) -> None:
+        """Free the buffer; its memory belongs to the stream that it was allocated in, which must
+        wait for the compute stream before it gets it again."""
+        self._wait_all_gather_streams_on_event(self._compute_event())
+        self._comm.buffer.release()
+
+    def _compute_event(self) -> torch.Event:
+        event = self.device_handle.Event()
+        event.record()
+        return event

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 
 from torchtitan_matrixfsdp.comm import TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
-from torchtitan_matrixfsdp.runtime import fsdp_compat
+from torchtitan_matrixfsdp.runtime import fsdp_older
 from torchtitan_matrixfsdp.runtime.buffers import OwnerContext
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
@@ -122,7 +122,7 @@ def reset_iter_state(model: nn.Module) -> None:
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"reset_iter_state: {type(model).__name__} is not an FSDP2 module")
-    fsdp_compat.reset_iter_state(model)
+    fsdp_older.reset_iter_state(model)
     drop_unsharded_gradients(model)
 
 

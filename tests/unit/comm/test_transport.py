@@ -81,7 +81,7 @@ def test_one_rank_needs_no_group(name: str) -> None:
     assert torch.equal(buffer, before)
     reduced = transport.reduce(buffer, None)  # type: ignore[arg-type]
     buffer.zero_()  # the caller may free or reuse it
-    assert reduced.shape == (transport.layout.owned_numel(0),)
+    assert reduced.shape == (transport.layout.packed_numel(0),)
     for shard in block.shards:
         segment = transport.layout.segments[shard.fqn]
         offset = transport.layout.offset_in_runs(segment, 0)
@@ -111,7 +111,7 @@ def test_transports_by_name(name: str) -> None:
     block = block_of(2, [(35, 0), (9, 1)])
     factory = TransportFactory(name)
     assert factory.choose(block) == name
-    transport = factory(block, 1, TrafficCounter())
+    transport = factory(factory.choose(block), block, 1, TrafficCounter())
     assert type(transport) is TRANSPORTS[name]
     assert transport.name == name
     arrange = arrange_in_slices if name == "balanced" else arrange_by_owner
@@ -126,10 +126,9 @@ def test_every_transport_has_its_model() -> None:
 
 def test_auto_chooses_by_block_and_by_itemsize() -> None:
     even = block_of(8, [(1 << 20, rank) for rank in range(8)])
-    one_owner = block_of(8, [(1 << 20, 3)])
+    one_owner = block_of(8, [(1 << 26, 3)])
     factory = TransportFactory("auto", gather_itemsize=2, reduce_itemsize=4)
-    made = [type(factory(block, 5, TrafficCounter())) for block in (even, one_owner)]
-    assert made == [BalancedTransport, BroadcastTransport]
+    assert [factory.choose(block) for block in (even, one_owner)] == ["balanced", "broadcast"]
     # Two owners beside six idle ranks: fewer messages or fewer bytes, by the size of an element.
     near = block_of(8, [(14_000, 0), (14_000, 4)])
     for itemsizes in ((1, 1), (4, 4), (8, 8)):

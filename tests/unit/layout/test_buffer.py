@@ -115,7 +115,7 @@ def test_by_owner_by_hand():
     }
     assert (layout.numel, layout.slice_numel) == (56, 0)
     assert [layout.runs(rank) for rank in range(3)] == [(Segment(0, 21),), (Segment(24, 28),), ()]
-    assert [layout.owned_numel(rank) for rank in range(3)] == [21, 28, 0]
+    assert [layout.packed_numel(rank) for rank in range(3)] == [21, 28, 0]
     assert layout.offset_in_runs(layout.segments["a.t1"], 1) == 24
     assert layout.offset_in_runs(layout.segments["a.w3"], 2) == 0
 
@@ -184,7 +184,7 @@ def test_runs_cover_a_ranks_parameters_and_the_gaps_between_them(arrange, block)
         seen += covered
         assert covered == sorted(covered)
         assert all(one.stop < after.start for one, after in pairwise(runs))
-        assert layout.owned_numel(rank) == len(covered)
+        assert layout.packed_numel(rank) == len(covered)
         own = [e for e, owner in owner_at.items() if owner == rank]
         assert set(own) <= set(covered)
         gaps = sorted(set(covered) - set(own))
@@ -270,10 +270,10 @@ def test_overflow_has_its_bounds(block):
         transfers = overflow_gather_of(layout, rank)
         assert sent_elements(transfers, rank) == overflow
         # The bytes a rank sends ahead of a step's gathers are at most those it owns, with gaps.
-        assert overflow <= layout.owned_numel(rank)
+        assert overflow <= layout.packed_numel(rank)
         owned = [s for s in block.shards if s.owner == rank and s.numel]
         gaps = sum(aligned(s.numel) - s.numel for s in owned)
-        assert layout.owned_numel(rank) <= block.owned_numel(rank) + gaps
+        assert layout.packed_numel(rank) <= block.owned_numel(rank) + gaps
 
 
 @pytest.mark.parametrize("weights_per_rank", [1, 2, 3])
@@ -313,7 +313,7 @@ def test_a_block_without_elements_takes_no_room(arrange, block):
 @pytest.mark.parametrize("rank", [-1, 3])
 def test_ranks_outside_the_group_are_refused(arrange, rank):
     layout = arrange(BY_HAND)
-    for ask in (layout.runs, layout.owned_numel, layout.slice_of):
+    for ask in (layout.runs, layout.packed_numel, layout.slice_of):
         with pytest.raises(ValueError, match=f"rank {rank} .*legal: 0 to 2"):
             ask(rank)
 

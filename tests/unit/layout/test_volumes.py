@@ -206,27 +206,29 @@ def test_an_idle_owner_costs_no_round():
         assert model.busiest(nothing) == Volume()
 
 
-LINK = LinkModel(latency_s=1e-6, bytes_per_s=1e9)
+LINK = LinkModel(latency_s=1e-6, bytes_per_s=1e9, chunk_bytes=64)
 
 
 @every_transport
 def test_seconds_by_hand(name):
     # Two gathers in 2 bytes and one reduction in 4 of 72 + 72, 288 or 96 elements; a frozen weight
-    # of 32 elements on rank 0 of 4 (8 to a slice) is gathered only.
+    # of 32 elements on rank 0 of 4 (8 to a slice) is gathered only. A broadcast is relayed: each of
+    # its hops waits for a chunk of 64 bytes besides.
+    wait = 1e-6 + (64e-9 if name == "broadcast" else 0)
     block = block_of(4, [(96, 2)])
     moved, rounds = {"balanced": (144, 6), "p2p": (288, 3), "broadcast": (96, 3)}[name]
     assert transport_seconds(name, block, 2, 4, LINK) == pytest.approx(
-        moved * (2 * 2 + 4) / 1e9 + 3 * rounds * 1e-6, rel=1e-12
+        moved * (2 * 2 + 4) / 1e9 + 3 * rounds * wait, rel=1e-12
     )
     frozen = block_of(4, [(32, 0)], frozen={0})
     moved, rounds = {"balanced": (48, 6), "p2p": (96, 3), "broadcast": (32, 3)}[name]
     assert transport_seconds(name, frozen, 2, 4, LINK) == pytest.approx(
-        moved * 2 * 2 / 1e9 + 2 * rounds * 1e-6, rel=1e-12
+        moved * 2 * 2 / 1e9 + 2 * rounds * wait, rel=1e-12
     )
 
 
 EVEN = block_of(8, [(1 << 20, rank) for rank in range(8)])
-ONE_OWNER = block_of(8, [(1 << 20, 3)])
+ONE_OWNER = block_of(8, [(1 << 26, 3)])
 TWO_SMALL_OWNERS = block_of(8, [(64, 3), (64, 5)])
 
 
@@ -237,6 +239,8 @@ TWO_SMALL_OWNERS = block_of(8, [(64, 3), (64, 5)])
         (EVEN, "balanced"),
         # A broadcast sends the block once; the others send it twice, or seven times from one rank.
         (ONE_OWNER, "broadcast"),
+        # The same, but so small that the hops of a broadcast wait longer than the bytes take.
+        (block_of(8, [(1 << 20, 3)]), "balanced"),
         # Latency rules: seven messages, against two broadcasts of seven hops or two phases.
         (TWO_SMALL_OWNERS, "p2p"),
         # Nothing to send.
