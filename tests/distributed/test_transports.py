@@ -29,7 +29,9 @@ def blocks(world_size: int) -> dict[str, BlockPlan]:
     """Weights (numel, owner) and a tail, by what is special about them."""
     last, middle = world_size - 1, world_size // 2
 
-    def owned(*weights: tuple[int, int], tail: tuple[int, ...] = (), tail_owner: int = 0):
+    def owned(
+        *weights: tuple[int, int], tail: tuple[int, ...] = (), tail_owner: int = 0
+    ) -> BlockPlan:
         return block_of(world_size, weights, tail, tail_owner)
 
     return {
