@@ -140,7 +140,10 @@ def _traffic(run: Run) -> list[tuple[str, Traffic, Traffic, int]]:
     sharded = shard_toy(make_toy(), mesh_of(1, ranks), run)
     train(sharded, run, 1, rank, ranks)
     factory = TransportFactory(run.transport)
-    transports = [factory(block, rank, TrafficCounter()) for block in sharded.plan.blocks]
+    transports = [
+        factory(factory.choose(block), block, rank, TrafficCounter())
+        for block in sharded.plan.blocks
+    ]
     rows = []
     for operation in ("gather", "reduce"):
         times = run.accumulation * (2 if operation == "gather" and run.reshard else 1)

@@ -14,6 +14,7 @@ from tests.support import ROOT, CorpusPaths
 from torchtitan_matrixfsdp.cpu_device import use_cpu_device
 from torchtitan_matrixfsdp.layout import canonical_fqn
 
+VOCABULARY = 2048  # of scripts/build_corpus.py
 CONFIG = ROOT / "train_configs" / "debug_muon.toml"
 
 
@@ -43,15 +44,23 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def add_tiny_flavors() -> None:
-    """A flavor ``tiny`` of each model: the debug model's depth of Newton-Schulz work is minutes."""
+    """A flavor ``tiny`` of each model: the debug model's depth of Newton-Schulz work is minutes.
+
+    The vocabulary is the built tokenizer's. With that of the published models (over 128,000) the
+    embedding and the head would be nine tenths of the work, and none of it ours.
+    """
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
     from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
 
     llama3_args.setdefault(
-        "tiny", TransformerModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32)
+        "tiny",
+        TransformerModelArgs(
+            dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32, vocab_size=VOCABULARY
+        ),
     )
     llama3_args.setdefault(
-        "tiny_1layer", TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32)
+        "tiny_1layer",
+        TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32, vocab_size=VOCABULARY),
     )
     qwen3_args.setdefault(
         "tiny",
@@ -64,6 +73,7 @@ def add_tiny_flavors() -> None:
             hidden_dim=160,
             qk_norm=True,
             enable_weight_tying=True,
+            vocab_size=VOCABULARY,
         ),
     )
 
