@@ -170,9 +170,14 @@ class GradientPins:
             )
 
     def pin(self, block: str, params: Sequence[nn.Parameter]) -> None:
-        """Pin the memory that the gradients of ``params`` are in now."""
+        """Pin the memory that the gradients of ``params`` are in now.
+
+        Raises:
+            BufferStateError: a hook has freed it already.
+        """
         by_storage: dict[int, list[nn.Parameter]] = {}
         for param in params:
+            check_gradient(param, f"block {block}: ")
             by_storage.setdefault(_gradient_storage(param), []).append(param)
         by_storage.pop(0, None)
         # An earlier microbatch's memory stays pinned: it is where the sum is accumulated.

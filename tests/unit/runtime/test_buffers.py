@@ -252,6 +252,8 @@ def test_early_free_is_found() -> None:
         pins.verify("layers.1")
     with pytest.raises(BufferStateError, match=r"shape \(2,\) was freed before an optimizer"):
         check_gradient(params[1])
+    with pytest.raises(BufferStateError, match=r"block layers\.1.*shape \(3,\) was freed"):
+        pins.pin("layers.1", params)
     params[1].grad = None
     check_gradient(params[1])
 
