@@ -50,7 +50,7 @@ class PoolingFactory(TransportFactory):
         self.pools: dict[str, list[torch.Tensor]] = {}
         self.is_shared = is_shared
 
-    def __call__(self, block, rank, counter):
+    def __call__(self, name, block, rank, counter):
         pool = self.pools.setdefault("all" if self.is_shared else block.name, [])
         depth = self.depth
 
