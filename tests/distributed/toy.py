@@ -94,10 +94,10 @@ def make_toy(dtype: torch.dtype = torch.float64, layers: int = 3) -> Toy:
     return Toy(layers).to(dtype)
 
 
-def batch(step: int, samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: tokens and targets ``[samples, 5]``; 12 divides by 1..4."""
+def batch(step: int, samples: int = 12, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: tokens and targets ``[samples, length]``; 12 divides by 1..4."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(VOCAB, (samples, 5), generator=generator)
+    tokens = torch.randint(VOCAB, (samples, length), generator=generator)
     return tokens, tokens.roll(-1, dims=1)
 
 
@@ -288,7 +288,9 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int, start: 
                 loss_of(model, tokens, targets)
 
 
-def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3) -> Toy:
+def train_oracle(
+    steps: int, accumulation: int, repeat: int = 1, layers: int = 3, length: int = 5
+) -> Toy:
     """One process, the whole batch, plain float64 tensors, independent maths."""
     model = make_toy(layers=layers)
     model.repeat = repeat
@@ -300,7 +302,7 @@ def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3
     adamw = torch.optim.AdamW(others, **ADAMW)
     for step in range(steps):
         model.zero_grad()
-        tokens, targets = batch(step, 12 * accumulation)
+        tokens, targets = batch(step, 12 * accumulation, length)
         loss_of(model, tokens, targets).backward()
         muon.step()
         adamw.step()

@@ -30,6 +30,7 @@ from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 
 _DTYPES = {**TORCH_DTYPE_MAP, "float64": torch.float64}
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_PER_PART = 2  # optimizers of a model part: matrix, elementwise
 
 
 class MatrixOptimizersContainer(OptimizersContainer):
@@ -141,7 +142,8 @@ def split_parameters(
 def partition_replicas(part: nn.Module, setup: OwnerSetup) -> PartitionedReplicas:
     """Which matrices of ``part`` a single replica steps; none where ``setup`` names no stepper."""
     params = {canonical_fqn(name): param for name, param in part.named_parameters()}
-    steppers = {params[fqn]: replica for fqn, replica in setup.steppers.items()}
+    # A pipeline rank's parts share one setup.
+    steppers = {params[fqn]: r for fqn, r in setup.steppers.items() if fqn in params}
     return PartitionedReplicas(steppers, setup.counter)
 
 
@@ -219,7 +221,8 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
 
     The stock container saves the first scheduler, base learning rates included, and loads it into
     all of them: the matrix optimizer's rate would overwrite AdamW's. Here the position in the
-    schedule is saved once and each group's base rate by its index.
+    schedule is saved once and each group's base rate by its index. Parts of a pipeline rank share
+    their rates, so those of the first part are saved: a checkpoint serves any number of parts.
     """
 
     def __init__(self, stock: LRSchedulersContainer) -> None:
@@ -227,9 +230,10 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
         self.schedulers = stock.schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """``last_epoch`` (steps taken) and ``base_lr.<scheduler>.<group>``."""
+        """``last_epoch`` (steps taken) and ``base_lr.<scheduler>.<group>``, scheduler 0 being the
+        matrix optimizer's and 1 the elementwise one's."""
         state: dict[str, Any] = {"last_epoch": self.schedulers[0].last_epoch}
-        for index, scheduler in enumerate(self.schedulers):
+        for index, scheduler in enumerate(self.schedulers[:_PER_PART]):
             for group, base in enumerate(scheduler.base_lrs):
                 state[f"base_lr.{index}.{group}"] = base
         return state
@@ -242,7 +246,8 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
         """
         steps = state_dict["last_epoch"]
         for index, scheduler in enumerate(self.schedulers):
-            bases = [state_dict[f"base_lr.{index}.{g}"] for g in range(len(scheduler.base_lrs))]
+            saved = f"base_lr.{index % _PER_PART}"
+            bases = [state_dict[f"{saved}.{group}"] for group in range(len(scheduler.base_lrs))]
             if bases != scheduler.base_lrs:
                 logger.warning(
                     f"Checkpoint resumes learning rates {bases}; the configuration says "

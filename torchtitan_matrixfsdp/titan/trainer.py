@@ -27,7 +27,7 @@ class OwnerTrainer(Trainer):
         name = job_config.model.name
         if name in MODEL_NAMES:
             flavors = dense_flavors(name)
-            validate_job_config(job_config, int(os.environ["WORLD_SIZE"]), list(flavors))
+            validate_job_config(job_config, int(os.environ["WORLD_SIZE"]), flavors)
             with torch.device("meta"):
                 model = get_train_spec(name).model_cls(flavors[job_config.model.flavor])
             route_model(model, matrix_optimizer_of(job_config))
