@@ -71,7 +71,8 @@ class MatrixOptimizersContainer(OptimizersContainer):
         """Flat state by parameter name, of both optimizers; reading it changes nothing."""
         merged: dict[str, Any] = {}
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
-            merged |= get_optimizer_state_dict(part, optimizers, options=_STATE_OPTIONS)
+            stateful = _with_parameters(optimizers)
+            merged |= get_optimizer_state_dict(part, stateful, options=_STATE_OPTIONS)
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,7 +94,10 @@ class MatrixOptimizersContainer(OptimizersContainer):
         configured = [_options(optimizer) for optimizer in self.optimizers]
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(
-                part, optimizers, optim_state_dict=state_dict, options=_STATE_OPTIONS
+                part,
+                _with_parameters(optimizers),
+                optim_state_dict=state_dict,
+                options=_STATE_OPTIONS,
             )
         for optimizer, before in zip(self.optimizers, configured, strict=True):
             changed = {k: v for k, v in _options(optimizer).items() if v != before[k]}
@@ -104,6 +108,11 @@ class MatrixOptimizersContainer(OptimizersContainer):
                     "optimizer to checkpoint.exclude_from_loading for fresh state and the "
                     "configured options."
                 )
+
+
+def _with_parameters(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """A pipeline's stage may hold no matrix, and torch cannot load an optimizer of nothing."""
+    return [o for o in optimizers if any(group["params"] for group in o.param_groups)]
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
