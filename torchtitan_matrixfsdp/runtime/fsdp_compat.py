@@ -90,6 +90,7 @@ __all__ = [
     "mesh_device",
     "mesh_infos",
     "orig_param_uid",
+    "param_groups",
     "post_accumulate_grad_hooks",
     "rebind",
     "register_foreach_type",
@@ -161,6 +162,11 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
     """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks."""
     fully_shard.state(module)._fsdp_param_groups.append(group)  # type: ignore[attr-defined]
+
+
+def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
+    """The parameter groups that FSDP2 runs for ``module``'s hooks."""
+    return list(fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
 
 
 def device_handle(device: torch.device) -> Any:
