@@ -9,7 +9,8 @@ computed, printed and tested anywhere: on a laptop, in a job that previews a run
 before the first collective. It turns parameter metadata (``params``) and the user's patterns
 (``routing``) into roles (``roles``), places every role on one rank (``planners``, ``costs``),
 freezes the result (``block_plan``, ``plan``), arranges each block's flat buffer (``buffer``), lists
-the transfers that follow (``schedule``) and counts them (``volumes``).
+the transfers that follow (``schedule``), counts them (``volumes``) and adds up a training step
+(``account``).
 
 Vocabulary. A *block* is one FSDP unit. A *role* is the atom of ownership: one whole weight, or the
 block's *tail* (everything that needs no rank of its own). An *owner* is a rank of the shard group,
@@ -18,6 +19,18 @@ counted from 0 within that group and never a global rank. W is the size of that 
 
 from __future__ import annotations
 
+from torchtitan_matrixfsdp.layout.account import (
+    BASELINE_STEPS,
+    BaselineStep,
+    StepAccount,
+    StepShape,
+    fsdp_accounts,
+    fsdp_gather_bytes,
+    fsdp_slice_numel,
+    fsdp_volume,
+    owner_accounts,
+    owner_gather_bytes,
+)
 from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, PlanError
 from torchtitan_matrixfsdp.layout.buffer import (
     ALIGNMENT,
@@ -58,9 +71,11 @@ from torchtitan_matrixfsdp.layout.volumes import (
 
 __all__ = [
     "ALIGNMENT",
+    "BASELINE_STEPS",
     "PLANNERS",
     "TRANSPORT_MODELS",
     "Assignment",
+    "BaselineStep",
     "BlockMeta",
     "BlockPlan",
     "BufferLayout",
@@ -75,6 +90,8 @@ __all__ = [
     "Routing",
     "RoutingError",
     "Segment",
+    "StepAccount",
+    "StepShape",
     "Transfer",
     "TransportModel",
     "Volume",
@@ -86,12 +103,18 @@ __all__ = [
     "build_roles",
     "canonical_fqn",
     "choose_transport",
+    "fsdp_accounts",
+    "fsdp_gather_bytes",
+    "fsdp_slice_numel",
+    "fsdp_volume",
     "gamma",
     "make_plan",
     "muon_flops",
     "newton_schulz_flops",
     "overflow_gather_of",
     "overflow_reduce_of",
+    "owner_accounts",
+    "owner_gather_bytes",
     "p2p_gather_of",
     "p2p_reduce_of",
     "reduce_volume",

@@ -1,0 +1,173 @@
+"""The command line of the benchmarks; ``docs/bench.md`` explains what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+
+from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE
+from torchtitan_matrixfsdp.bench.comm import CommOptions
+from torchtitan_matrixfsdp.bench.memory import MemoryOptions
+from torchtitan_matrixfsdp.bench.ranks import (
+    RanksFailedError,
+    is_under_torchrun,
+    launched_world_size,
+)
+from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
+from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
+from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text
+from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
+from torchtitan_matrixfsdp.layout import StepShape
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_OWN_RANKS = 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark and print its report; the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    options.world_size = _world_size(parser, options)
+    try:
+        report = _comm(options) if options.command == "comm" else _memory(options)
+    except RanksFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if report is None:
+        return 0
+    if options.json:
+        print(json.dumps(asdict(report), indent=1))
+    elif isinstance(report, CommReport):
+        print(comm_text(report))
+    else:
+        print(memory_text(report))
+    return 0
+
+
+def _comm(options: argparse.Namespace) -> CommReport | None:
+    measured = None
+    if not options.account_only:
+        measured = CommOptions(
+            tuple(options.transports), options.repeats, options.layer_dim, _DTYPES[options.dtype]
+        )
+    shape = StepShape(
+        gather_itemsize=_DTYPES[options.gather_dtype].itemsize,
+        reduce_itemsize=_DTYPES[options.reduce_dtype].itemsize,
+        step_itemsize=_DTYPES[options.step_dtype].itemsize,
+        microbatches=options.microbatches,
+    )
+    sizes = options.account_world_sizes or sorted({options.world_size, 64})
+    return comm_report(options.world_size, measured, options.model, sizes, shape)
+
+
+def _memory(options: argparse.Namespace) -> MemoryReport | None:
+    memory = MemoryOptions(
+        options.transport, options.layer_dim, options.blocks, options.tokens, options.repeats
+    )
+    return memory_report(options.world_size, memory)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_matrixfsdp.bench",
+        description="What owner shards move, how fast, and in how much memory, beside FSDP2.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    comm = commands.add_parser("comm", help="bytes and times of gathers and reductions")
+    _add_common(comm, world_size=8, repeats=10)
+    comm.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORT_NAMES,
+        default=list(TRANSPORTS),
+        help="transports to measure; auto is the one that it chooses (default: all)",
+    )
+    comm.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the measured blocks")
+    comm.add_argument(
+        "--model", choices=MODELS, default="8B", help="Llama flavor of the account (default: 8B)"
+    )
+    comm.add_argument(
+        "--account-world-sizes",
+        type=_integer(1, 1 << 16),
+        nargs="+",
+        metavar="W",
+        help="ranks that the account is for (default: --world-size and 64)",
+    )
+    comm.add_argument("--gather-dtype", choices=_DTYPES, default="bfloat16", help="in the account")
+    comm.add_argument("--reduce-dtype", choices=_DTYPES, default="float32", help="in the account")
+    comm.add_argument(
+        "--step-dtype", choices=_DTYPES, default="float32", help="of momentum, in the account"
+    )
+    comm.add_argument(
+        "--microbatches",
+        type=_integer(1, 1 << 16),
+        default=1,
+        help="forwards and backwards per step, in the account (default: 1)",
+    )
+    comm.add_argument("--account-only", action="store_true", help="formulas alone; starts no rank")
+
+    memory = commands.add_parser("memory", help="peak memory of a block's materialisation")
+    _add_common(memory, world_size=2, repeats=3)
+    memory.add_argument("--transport", choices=TRANSPORT_NAMES, default="auto")
+    memory.add_argument("--blocks", type=_integer(1, 64), default=2, help="blocks (default: 2)")
+    memory.add_argument(
+        "--tokens", type=_integer(1, 1 << 16), default=16, help="tokens per rank (default: 16)"
+    )
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, world_size: int, repeats: int) -> None:
+    parser.set_defaults(default_world_size=world_size)
+    parser.add_argument(
+        "--world-size",
+        type=_integer(2, _MAX_OWN_RANKS),
+        help=f"gloo ranks to start here (default: {world_size}; under torchrun: its ranks)",
+    )
+    parser.add_argument(
+        "--repeats", type=_integer(1, 1 << 16), default=repeats, help=f"default: {repeats}"
+    )
+    parser.add_argument(
+        "--layer-dim",
+        type=_integer(WIDTH_MULTIPLE, 1 << 16, WIDTH_MULTIPLE),
+        default=256,
+        help="width of the blocks (default: 256)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+
+
+def _integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
+    legal = f"legal: {low} to {high}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isdecimal() else -1
+        if not low <= value <= high or value % multiple:
+            raise argparse.ArgumentTypeError(f"received {text!r}; {legal}")
+        return value
+
+    return parse
+
+
+def _world_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    asked: int | None = options.world_size
+    if not is_under_torchrun():
+        default: int = options.default_world_size
+        return asked or default
+    launched = launched_world_size()
+    if asked not in (None, launched):
+        parser.error(
+            f"argument --world-size: received {asked}; legal under torchrun: {launched}, the ranks "
+            "that it has started; leave the argument out"
+        )
+    if launched < 2:
+        parser.error(f"torchrun has started {launched} rank; legal: 2 or more")
+    return launched
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The reports as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_matrixfsdp.bench.results import (
+    CommReport,
+    LayoutResult,
+    MeasuredStep,
+    MemoryReport,
+    ModelAccount,
+    Ratio,
+    Setting,
+    Spread,
+)
+from torchtitan_matrixfsdp.layout import BASELINE_STEPS
+
+_MEGABYTE = 10**6
+
+
+def comm_text(report: CommReport) -> str:
+    """The ``comm`` report."""
+    parts = []
+    if report.setting is not None:
+        parts += [_setting(report.setting), *map(_layout, report.layouts)]
+        parts.append(_measured(report.measured_steps))
+    parts += map(_account, report.accounts)
+    return "\n\n".join(parts)
+
+
+def memory_text(report: MemoryReport) -> str:
+    """The ``memory`` report."""
+    stock = report.systems[0]
+    rows = [
+        [
+            system.system,
+            _megabytes(system.steady),
+            *(
+                f"{_megabytes(phase.peak)} ({phase.peak / base.peak:.2f})"
+                for phase, base in (
+                    (system.gather, stock.gather),
+                    (system.forward, stock.forward),
+                    (system.backward, stock.backward),
+                )
+            ),
+            _megabytes(system.steady_with_gradients),
+        ]
+        for system in report.systems
+    ]
+    head = ["system", "parameters", "gather", "forward", "backward", "gradients"]
+    title = (
+        f"{report.blocks} blocks of P_B = {_megabytes(report.block_bytes)} MB, {report.tokens} "
+        "tokens: peak MB on top of the sharded parameters, the fullest rank's (ratio to fsdp2)"
+    )
+    return f"{_setting(report.setting)}\n\n{title}\n{_table(head, rows)}"
+
+
+def _setting(setting: Setting) -> str:
+    return (
+        f"torch {setting.torch_version}, {setting.backend} on {setting.device}, "
+        f"{setting.world_size} ranks, {setting.dtype}, width {setting.layer_dim}, "
+        f"{setting.repeats} repetitions"
+    )
+
+
+def _layout(layout: LayoutResult) -> str:
+    rows = [
+        [
+            f"{result.transport}{' (auto)' if result.is_auto else ''}",
+            name,
+            _spread(operation.counted.bytes),
+            _counts(operation.counted.messages),
+            _ratio(operation.time_to_collective),
+            _ratio(operation.time_to_fsdp2),
+        ]
+        for result in layout.transports
+        for name, operation in (("gather", result.gather), ("reduce", result.reduce))
+    ]
+    head = [
+        "transport",
+        "operation",
+        "sent MB, ranks' min/median/max",
+        "messages",
+        "time / collective",
+        "time / FSDP2's path",
+    ]
+    title = (
+        f"Block '{layout.layout}': gamma {layout.gamma:.2f}, P_B = "
+        f"{_megabytes(layout.block_bytes)} MB; FSDP2 sends {_megabytes(layout.fsdp2_bytes)} MB "
+        "each way. Counted = predicted. Times: median of paired ratios (min to max)"
+    )
+    return f"{title}\n{_table(head, rows)}"
+
+
+def _measured(steps: Sequence[MeasuredStep]) -> str:
+    rows = [
+        [step.system, *(_counts(p.counted) for p in (step.forward, step.backward, step.step))]
+        for step in steps
+    ]
+    head = ["system", "forward", "backward", "optimizer step"]
+    title = "One real step of a scaled-down Llama: bytes sent, ranks' min/median/max, as predicted"
+    return f"{title}\n{_table(head, rows)}"
+
+
+def _account(account: ModelAccount) -> str:
+    rows = [
+        [
+            _label(system.system),
+            *(
+                _megabytes(spread.max)
+                for spread in (
+                    system.forward,
+                    system.backward,
+                    system.prefetched_over_fsdp2,
+                    system.exposed,
+                )
+            ),
+        ]
+        for system in account.systems
+    ]
+    head = ["system", "forward", "backward", "prefetched over FSDP2's", "exposed (step)"]
+    title = (
+        f"Llama {account.model}, {account.world_size} ranks, by formula: MB that the busiest rank "
+        f"sends per step (gather {account.gather_itemsize}, reduce {account.reduce_itemsize}, step "
+        f"{account.step_itemsize} bytes per element; {account.microbatches} microbatch(es); "
+        f"gamma up to {account.gamma_max:.2f}; matrices / W = "
+        f"{_megabytes(account.matrix_bytes / account.world_size)} MB)"
+    )
+    return f"{title}\n{_table(head, rows)}"
+
+
+def _label(system: str) -> str:
+    kind, _, name = system.partition(", ")
+    return f"{kind}, {BASELINE_STEPS[name].label}" if name in BASELINE_STEPS else system
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / _MEGABYTE:,.2f}"
+
+
+def _spread(spread: Spread) -> str:
+    return " / ".join(_megabytes(n) for n in (spread.min, spread.median, spread.max))
+
+
+def _counts(spread: Spread) -> str:
+    values = (spread.min, spread.median, spread.max)
+    return f"{values[0]:,}" if len(set(values)) == 1 else " / ".join(f"{n:,}" for n in values)
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.median:.2f} ({ratio.min:.2f} to {ratio.max:.2f})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that reads in a terminal and is Markdown."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    )
