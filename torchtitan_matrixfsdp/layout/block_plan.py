@@ -37,8 +37,8 @@ class Segment:
 class MatrixShard:
     """What one parameter knows of the plan, tail parameters included.
 
-    ``shape`` is the logical shape; ``owner`` is a rank within the shard group; ``segment`` is the
-    parameter's place in the buffer of ``block``.
+    ``shape`` is the logical shape (the fragment's in a ``fragmented`` block); ``owner`` is a rank
+    within the shard group; ``segment`` is the parameter's place in the buffer of ``block``.
     """
 
     fqn: str
@@ -118,13 +118,27 @@ class BlockPlan:
         """Returns the layout of what is reduced: the trainable parameters, packed anew."""
         if all(shard.trainable for shard in self.shards):
             return self
-        kept = sorted((s for s in self.shards if s.trainable), key=lambda s: s.segment.start)
+        return self._packed({s.fqn: s.shape for s in self.shards if s.trainable})
+
+    def fragmented(self, shapes: Mapping[str, tuple[int, ...]]) -> BlockPlan:
+        """Returns the layout of one tensor-parallel rank: the same owners and order, with each
+        parameter's fragment in the place of the whole, packed anew.
+
+        ``shapes`` gives every fragment's shape by FQN. A plan itself is always made of logical
+        shapes: it is then the same on every rank, even where fragments are uneven.
+        """
+        return self._packed({s.fqn: shapes[s.fqn] for s in self.shards})
+
+    def _packed(self, shapes: Mapping[str, tuple[int, ...]]) -> BlockPlan:
         start = 0
         moved: dict[str, MatrixShard] = {}
-        for shard in kept:
-            moved[shard.fqn] = replace(shard, segment=Segment(start, shard.segment.numel))
-            start += shard.segment.numel
-        in_order = tuple(moved[shard.fqn] for shard in self.shards if shard.trainable)
+        for shard in sorted(self.shards, key=_buffer_order):
+            if shard.fqn in shapes:
+                shape = shapes[shard.fqn]
+                segment = Segment(start, math.prod(shape))
+                moved[shard.fqn] = replace(shard, shape=shape, segment=segment)
+                start = segment.stop
+        in_order = tuple(moved[shard.fqn] for shard in self.shards if shard.fqn in shapes)
         return BlockPlan(self.name, self.world_size, in_order)
 
     # Both maps hold owners only. W entries per block would be too many for thousands of ranks.

@@ -81,6 +81,7 @@ __all__ = [
     "ReduceScatter",
     "ShardedState",
     "append_param_group",
+    "concatenate_meshes",
     "contiguous_strides",
     "device_handle",
     "disable_functorch_if_active",
@@ -167,6 +168,11 @@ def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
 def device_handle(device: torch.device) -> Any:
     """FSDP2's stream and event module for ``device`` (no-op streams on CPU)."""
     return _get_device_handle(device.type)
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of both, which are parts of one mesh."""
+    return DeviceMesh._concatenate([first, second])
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from torchtitan_matrixfsdp.titan.checks import (
 
 MODES = ("zero3", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "AdamW")
+TENSOR_PARALLEL = ("refuse", "gather")
 NS_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -42,11 +43,19 @@ class OwnerFSDP:
     transport: str = "p2p"
     """How segments travel: "p2p" (batched send/receive from and to each owner)."""
 
+    tensor_parallel: str = "refuse"
+    """
+    With parallelism.tensor_parallel_degree above 1 in zero3: "refuse", or "gather": each step
+    gathers every matrix over the tensor-parallel ranks of its owner, the one exception to a step
+    without communication. No effect in stock.
+    """
+
     def __post_init__(self) -> None:
         check_field_types(self, "owner_fsdp")
         check_choice("owner_fsdp.mode", self.mode, MODES)
         check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
         check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORTS))
+        check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
 
 
 @dataclass

@@ -9,7 +9,8 @@ Which path a job takes, all with the same model, data and optimizers:
 | 1, replicas  | any   | replicated (DDP)          | on every rank                  |
 | 1            | any   | one device                | plain                          |
 
-Embedding, head and final norm are stock FSDP2 row shards in the first two.
+Embedding, head and final norm are stock FSDP2 row shards in the first two. Both combine with
+tensor parallelism: shards are then of each tp rank's fragments (``titan.tensor_parallel``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torchtitan_matrixfsdp.layout import (
 from torchtitan_matrixfsdp.runtime import owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+from torchtitan_matrixfsdp.titan.tensor_parallel import apply_tensor_parallel, check_model_cut
 from torchtitan_matrixfsdp.titan.validation import (
     matrix_optimizer_of,
     owner_fsdp_of,
@@ -51,7 +53,7 @@ from torchtitan_matrixfsdp.titan.validation import (
 def parallelize_owner_model(
     model: nn.Module, parallel_dims: ParallelDims, job_config: TitanJobConfig
 ) -> nn.Module:
-    """Apply activation checkpointing and data parallelism to a model on meta.
+    """Apply tensor parallelism, activation checkpointing and data parallelism to a model on meta.
 
     Leaves an :class:`OwnerSetup` on the model for the optimizer builder.
 
@@ -64,6 +66,8 @@ def parallelize_owner_model(
     validate_job_config(job_config, parallel_dims.world_size)
     owner_fsdp = owner_fsdp_of(job_config)
     matrix_optimizer = matrix_optimizer_of(job_config)
+    check_model_cut(job_config, model.model_args)
+    apply_tensor_parallel(model, parallel_dims, job_config)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -209,6 +213,11 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         f"{min(owned):,} max {max(owned):,} (max/mean {plan.imbalance:.3f}); gamma per block min "
         f"{gammas[0]:.2f} median {gammas[len(gammas) // 2]:.2f} max {gammas[-1]:.2f}"
     )
+    if parallel_dims.tp_enabled:
+        logger.info(
+            f"Each rank of the plan is a column of {parallel_dims.tp} tensor-parallel ranks, which "
+            "share its bytes"
+        )
     roles_per_block = plan.num_roles / len(plan.blocks)
     if plan.world_size > roles_per_block:
         logger.warning(

@@ -23,6 +23,7 @@ from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
+from torchtitan_matrixfsdp.titan.tensor_parallel import check_tensor_parallel
 
 
 def owner_fsdp_of(config: TitanJobConfig) -> OwnerFSDP:
@@ -110,6 +111,7 @@ def validate_job_config(
     _check_ranges(config)
     _refuse_unsupported(config)
     _check_mesh(config, world_size)
+    check_tensor_parallel(config, owner_fsdp_of(config), world_size)
     if flavors is not None and config.model.flavor not in flavors:
         raise ConfigError(
             f"model.flavor: received {config.model.flavor!r}; legal for {config.model.name}: "
@@ -157,12 +159,6 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
     is_owned = owner_fsdp_of(config).mode == "zero3" and parallelism.data_parallel_shard_degree != 1
     has_accelerator = torch.accelerator.is_available()
     refused: list[tuple[str, Any, bool, str]] = [
-        (
-            "parallelism.tensor_parallel_degree",
-            parallelism.tensor_parallel_degree,
-            parallelism.tensor_parallel_degree != 1,
-            "set it to 1",
-        ),
         (
             "parallelism.pipeline_parallel_degree",
             parallelism.pipeline_parallel_degree,
@@ -254,18 +250,22 @@ def _check_mesh(config: TitanJobConfig, world_size: int) -> None:
     parallelism = config.parallelism
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
+    tensor = parallelism.tensor_parallel_degree
     check_range("parallelism.data_parallel_replicate_degree", replicate, low=1)
+    check_range("parallelism.tensor_parallel_degree", tensor, low=1)
     if shard != -1:
         check_range("parallelism.data_parallel_shard_degree", shard, low=1)
-    fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
+    given = replicate * tensor * max(shard, 1)
+    fits = world_size % given == 0 if shard == -1 else world_size == given
     if not fits:
+        more = f", tensor_parallel_degree = {tensor}" if tensor > 1 else ""
         raise ConfigError(
             f"the job has {world_size} processes, but parallelism.data_parallel_replicate_degree = "
-            f"{replicate} and data_parallel_shard_degree = {shard} (-1: what is left) do not "
+            f"{replicate} and data_parallel_shard_degree = {shard} (-1: what is left){more} do not "
             "multiply to that. Change a degree, or start a matching number of processes."
         )
     training = config.training
-    step = training.local_batch_size * world_size
+    step = training.local_batch_size * (world_size // tensor)
     if training.global_batch_size > 0 and training.global_batch_size % step:
         raise ConfigError(
             f"training.global_batch_size: received {training.global_batch_size}; legal: a multiple "
