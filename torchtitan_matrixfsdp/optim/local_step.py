@@ -85,7 +85,7 @@ class LocalStepOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the inner optimizer on this rank's local tensors; no collective of ours.
+        """One step of the inner optimizer on local tensors; this class adds no collective.
 
         Raises:
             BufferStateError: the memory of a gradient was freed.

@@ -84,6 +84,7 @@ __all__ = [
     "TrainingState",
     "append_param_group",
     "claim_original",
+    "concatenate_meshes",
     "contiguous_strides",
     "device_handle",
     "disable_functorch_if_active",
@@ -226,6 +227,11 @@ def root_of(module: nn.Module) -> nn.Module | None:
 def device_handle(device: torch.device) -> Any:
     """FSDP2's stream and event module for ``device`` (no-op streams on CPU)."""
     return _get_device_handle(device.type)
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of both, which are parts of one mesh."""
+    return DeviceMesh._concatenate([first, second])
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

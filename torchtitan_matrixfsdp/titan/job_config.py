@@ -23,6 +23,7 @@ from torchtitan_matrixfsdp.titan.checks import (
 MODES = ("zero3", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "AdamW")
 REPLICAS = ("redundant", "partitioned")
+TENSOR_PARALLEL = ("refuse", "gather")
 NS_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -54,12 +55,20 @@ class OwnerFSDP:
     work and state fall by the number of replicas). No effect without replicas.
     """
 
+    tensor_parallel: str = "refuse"
+    """
+    With parallelism.tensor_parallel_degree above 1 in zero3: "refuse", or "gather": each step
+    gathers every matrix over the tensor-parallel ranks of its owner, the one exception to a step
+    without communication. No effect in stock.
+    """
+
     def __post_init__(self) -> None:
         check_field_types(self, "owner_fsdp")
         check_choice("owner_fsdp.mode", self.mode, MODES)
         check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
         check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORT_NAMES))
         check_choice("owner_fsdp.replicas", self.replicas, REPLICAS)
+        check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
 
 
 @dataclass

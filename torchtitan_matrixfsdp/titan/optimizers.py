@@ -22,11 +22,20 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import canonical_fqn
-from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
+from torchtitan_matrixfsdp.optim import (
+    GatherMuon,
+    LocalStepOptimizer,
+    Muon,
+    TensorParallelMuon,
+    create_adam_state,
+    tensor_parallel_cut,
+)
 from torchtitan_matrixfsdp.runtime import OwnerDTensor, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+from torchtitan_matrixfsdp.titan.tensor_parallel import log_exchange
 
 _DTYPES = {**TORCH_DTYPE_MAP, "float64": torch.float64}
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -53,7 +62,11 @@ class MatrixOptimizersContainer(OptimizersContainer):
             self._of_part.append(
                 [
                     build_matrix_optimizer(
-                        matrices, setup.matrix_optimizer, optimizer_config, partition
+                        matrices,
+                        setup.matrix_optimizer,
+                        optimizer_config,
+                        setup.counter,
+                        partition,
                     ),
                     build_elementwise_optimizer(others, optimizer_config),
                 ]
@@ -160,9 +173,13 @@ def build_matrix_optimizer(
     params: list[nn.Parameter],
     config: MatrixOptimizer,
     elementwise: OptimizerConfig,
+    counter: TrafficCounter,
     partition: PartitionedReplicas,
 ) -> LocalStepOptimizer:
-    """The optimizer of the routed matrices, stepping on local tensors."""
+    """The optimizer of the routed matrices, stepping on local tensors.
+
+    ``counter`` counts what its step sends, which is nothing without tensor parallelism.
+    """
     if config.name == "AdamW":
         factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
         return LocalStepOptimizer(params, factory, partition.step_view)
@@ -182,7 +199,11 @@ def build_matrix_optimizer(
         row_sharded = any(
             isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
         )
-        return GatherMuon(groups, of_local, **options) if row_sharded else Muon(groups, **options)
+        if row_sharded:
+            return GatherMuon(groups, of_local, **options)
+        if any(tensor_parallel_cut(param) is not None for param in of_local.values()):
+            return TensorParallelMuon(groups, of_local, counter, **options)
+        return Muon(groups, **options)
 
     return LocalStepOptimizer(params, muon, partition.step_view)
 
@@ -222,7 +243,9 @@ def build_optimizers(
     ft_manager: Any = None,
 ) -> MatrixOptimizersContainer:
     """TorchTitan's ``build_optimizers_fn``."""
-    return MatrixOptimizersContainer(model_parts, optimizer_config)
+    optimizers = MatrixOptimizersContainer(model_parts, optimizer_config)
+    log_exchange(optimizers)
+    return optimizers
 
 
 class MatrixLRSchedulersContainer(LRSchedulersContainer):

@@ -12,6 +12,7 @@ Which path a job takes, all with the same model, data and optimizers:
 Embedding, head and final norm are stock FSDP2 row shards in the first two. The shard group is
 TorchTitan's mesh "fsdp", which context parallelism shares: its ranks hold shards too, so its degree
 counts into the shard degree of the table.
+Both combine with tensor parallelism: shards are then of each tp rank's fragments.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.report import describe_transports
 from torchtitan_matrixfsdp.titan.stages import compiles_blocks
+from torchtitan_matrixfsdp.titan.tensor_parallel import apply_tensor_parallel, check_model_cut
 from torchtitan_matrixfsdp.titan.validation import (
     matrix_optimizer_of,
     owner_fsdp_of,
@@ -74,8 +76,8 @@ from torchtitan_matrixfsdp.titan.validation import (
 def parallelize_owner_model(
     model: nn.Module, parallel_dims: ParallelDims, job_config: TitanJobConfig
 ) -> nn.Module:
-    """Apply context parallelism, activation checkpointing, compilation and data parallelism to a
-    whole model on meta. With pipeline parallelism ``titan.pipeline`` does so to its parts.
+    """Apply tensor and context parallelism, activation checkpointing, compilation and data
+    parallelism to a whole model on meta. With a pipeline ``titan.pipeline`` does so to its parts.
 
     Leaves an :class:`OwnerSetup` on the model for the optimizer builder.
 
@@ -84,6 +86,7 @@ def parallelize_owner_model(
         PlanDisagreementError: ranks computed different plans.
     """
     validate_job_config(job_config, parallel_dims.world_size)
+    check_model_cut(job_config, _ours(model).model_args)
     routing = route_model(model, matrix_optimizer_of(job_config))
     parallelize_parts([model], routing, parallel_dims, job_config)
     return model
@@ -178,6 +181,7 @@ def _apply_before_sharding(
     part: OwnerModelMixin, parallel_dims: ParallelDims, job_config: TitanJobConfig
 ) -> None:
     """What TorchTitan applies before FSDP, in its order."""
+    apply_tensor_parallel(part, parallel_dims, job_config)
     if parallel_dims.cp_enabled:
         layers = part.get_submodule("layers").children()
         apply_cp_to_attention_module(
@@ -346,6 +350,11 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         f"{min(owned):,} max {max(owned):,} (max/mean {plan.imbalance:.3f}); gamma per block min "
         f"{gammas[0]:.2f} median {gammas[len(gammas) // 2]:.2f} max {gammas[-1]:.2f}"
     )
+    if parallel_dims.tp_enabled:
+        logger.info(
+            f"Each rank of the plan is a column of {parallel_dims.tp} tensor-parallel ranks, which "
+            "share its bytes"
+        )
     if setup.steppers:
         work = [0] * parallel_dims.dp_replicate
         for replica in setup.steppers.values():

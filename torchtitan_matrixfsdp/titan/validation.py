@@ -26,6 +26,7 @@ from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, c
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
 from torchtitan_matrixfsdp.titan.stages import check_layers, compiles_blocks
+from torchtitan_matrixfsdp.titan.tensor_parallel import check_tensor_parallel
 
 
 def owner_fsdp_of(config: TitanJobConfig) -> OwnerFSDP:
@@ -115,6 +116,7 @@ def validate_job_config(
     _check_ranges(config)
     _refuse_unsupported(config)
     _check_mesh(config, world_size)
+    check_tensor_parallel(config, owner_fsdp_of(config), world_size)
     if flavors is not None and config.model.flavor not in flavors:
         raise ConfigError(
             f"model.flavor: received {config.model.flavor!r}; legal for {config.model.name}: "
@@ -167,12 +169,6 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
     is_owned = owner_fsdp_of(config).mode == "zero3" and is_sharded
     has_accelerator = torch.accelerator.is_available()
     refused: list[tuple[str, Any, bool, str]] = [
-        (
-            "parallelism.tensor_parallel_degree",
-            parallelism.tensor_parallel_degree,
-            parallelism.tensor_parallel_degree != 1,
-            "set it to 1",
-        ),
         (
             "parallelism.context_parallel_degree",
             parallelism.context_parallel_degree,

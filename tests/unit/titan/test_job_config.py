@@ -31,6 +31,8 @@ WRONG: list[tuple[type[Any], str, Any, str]] = [
     (OwnerFSDP, "planner", None, "a value of type str"),
     (OwnerFSDP, "transport", "nccl", "one of ['p2p']"),
     (OwnerFSDP, "transport", ["p2p"], "a value of type str"),
+    (OwnerFSDP, "tensor_parallel", "ignore", "one of ['refuse', 'gather']"),
+    (OwnerFSDP, "tensor_parallel", False, "a value of type str"),
     (MatrixOptimizer, "name", "muon", "one of ['Muon', 'AdamW']"),
     (MatrixOptimizer, "lr", "3e-4", "a value of type float"),
     (MatrixOptimizer, "lr", None, "a value of type float"),

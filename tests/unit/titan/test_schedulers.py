@@ -12,6 +12,7 @@ import torch.nn as nn
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 
+from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.optimizers import (
     MatrixLRSchedulersContainer,
@@ -31,7 +32,10 @@ def make_schedulers(
     config = OptimizerConfig(lr=elementwise_lr, implementation="foreach")
     optimizers = [
         build_matrix_optimizer(
-            [nn.Parameter(torch.ones(4, 3))], MatrixOptimizer(lr=matrix_lr), config
+            [nn.Parameter(torch.ones(4, 3))],
+            MatrixOptimizer(lr=matrix_lr),
+            config,
+            TrafficCounter(),
         ),
         build_elementwise_optimizer([nn.Parameter(torch.ones(3))], config),
     ]
