@@ -53,7 +53,7 @@ PLAN = OwnerPlan(
 
 
 def test_fragments_take_the_place_of_the_whole():
-    """A tensor-parallel rank's layout: the same owners and order, empty parts, no gap."""
+    """A tensor-parallel rank's block: the same owners and order, some parts empty."""
     block = PLAN.blocks[0]
     shapes = {
         "layers.0.norm": (4,),
@@ -65,8 +65,6 @@ def test_fragments_take_the_place_of_the_whole():
     fragments = block.fragmented(shapes)
     assert [(s.fqn, s.owner) for s in fragments.shards] == [(s.fqn, s.owner) for s in block.shards]
     assert {s.fqn: s.shape for s in fragments.shards} == shapes
-    starts = {s.fqn.rpartition(".")[2]: s.segment.start for s in fragments.shards}
-    assert starts == {"wq": 0, "wo": 8, "base": 8, "norm": 14, "bias": 18}
     assert [fragments.owned_numel(rank) for rank in range(4)] == [8, 0, 12, 0]
     assert fragments.numel == 20
     OwnerPlan(planner="by_hand", world_size=4, blocks=(fragments,), chosen="by_hand")  # valid
