@@ -63,11 +63,11 @@ def add_tiny_flavors() -> None:
         "tiny_1layer",
         TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32, vocab_size=VOCABULARY),
     )
-    # The tokenizer's own vocabulary: for many jobs in a row, and for many parts of one model.
+    # Every head with a key of its own, which the pointwise attention below needs.
     llama3_args.setdefault(
         "tiny_2k",
         TransformerModelArgs(
-            dim=64, n_layers=3, n_heads=4, n_kv_heads=4, multiple_of=32, vocab_size=2048
+            dim=64, n_layers=3, n_heads=4, n_kv_heads=4, multiple_of=32, vocab_size=VOCABULARY
         ),
     )
     qwen3_args.setdefault(
