@@ -22,8 +22,8 @@ TOML_FAULTS: dict[str, tuple[tuple[str, str], list[str]]] = {
         ["owner_fsdp.planner", "'greedy'", "role_greedy", "scope_greedy", "cost_aware"],
     ),
     "unknown transport": (
-        ('transport = "p2p"', 'transport = "carrier"'),
-        ["owner_fsdp.transport", "'carrier'", "['p2p']"],
+        ('transport = "auto"', 'transport = "carrier"'),
+        ["owner_fsdp.transport", "'carrier'", "auto", "balanced", "broadcast", "p2p"],
     ),
     "unknown mode": (
         ('mode = "zero3"', 'mode = "zero2"'),
@@ -131,7 +131,7 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "memory budget": (
         ["--activation_checkpoint.mode=memory_budget"],
-        ["activation_checkpoint.mode", "'memory_budget'", "torch.compile"],
+        ["activation_checkpoint.mode", "'memory_budget'", "compile.enable"],
     ),
     "fault tolerance": (["--fault_tolerance.enable"], ["fault_tolerance.enable", "received True"]),
     "profiling on CPU": (
@@ -158,19 +158,21 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
         ["--parallelism.tensor_parallel_degree=0"],
         ["parallelism.tensor_parallel_degree", "received 0", ">= 1"],
     ),
-    "pipeline parallel": (
-        ["--parallelism.pipeline_parallel_degree=2"],
-        ["parallelism.pipeline_parallel_degree", "received 2", "set it to 1"],
-    ),
-    "context parallel": (
+    "context parallel on CPU": (
         ["--parallelism.context_parallel_degree=2"],
-        ["parallelism.context_parallel_degree", "received 2", "set it to 1"],
+        ["parallelism.context_parallel_degree", "received 2", "set it to 1 on CPU"],
     ),
     "CPU offload": (
         ["--training.enable_cpu_offload"],
         ["training.enable_cpu_offload", "received True"],
     ),
-    "torch.compile": (["--compile.enable"], ["compile.enable", "received True"]),
+    "stages that do not fit the ranks": (
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_layers_per_stage=100",
+        ],
+        ["pipeline_parallel_layers_per_stage", "gives 1 stages to 2 pipeline ranks"],
+    ),
     "float8": (["--model.converters=float8"], ["model.converters", "float8"]),
     "Adam for the rest": (["--optimizer.name=Adam"], ["optimizer.name", "'Adam'", "AdamW"]),
     "optimizer in backward": (

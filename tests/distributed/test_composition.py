@@ -117,10 +117,11 @@ def _four_ranks(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
     use_cpu_device()
     add_pointwise_model()
     # Neither a matrix nor a block on every rank: patterns and plans are the whole model's.
-    alone = (
-        '--parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1",'
-        '"layers.2"],["norm","output"]]'
-    )
+    alone = [
+        "--parallelism.module_fqns_per_model_part",
+        "tok_embeddings,layers.0,layers.1,layers.2",
+        "norm,output",
+    ]
     first_layer = r"--matrix_optimizer.include=layers\.0\..*\.weight$"
     accumulate = ["--training.global_batch_size=16", first_layer]
     interleaved = schedule("Interleaved1F1B")
@@ -131,7 +132,7 @@ def _four_ranks(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
         "InterleavedZeroBubble": [*SCALE_FREE, *schedule("InterleavedZeroBubble")],
         "accumulate": [*JOB, *interleaved, *accumulate],
         "accumulate stock": [*JOB, *interleaved, *accumulate, *STOCK],
-        "head alone": [*SCALE_FREE, *PIPELINE, alone, *EAGER_GRAPHS],
+        "head alone": [*SCALE_FREE, *PIPELINE, *alone, *EAGER_GRAPHS],
         "first half": [*SCALE_FREE, *interleaved, *saving, "--training.steps=2"],
         "second half": [*SCALE_FREE, *interleaved, *saving],
         # Step 4 again, without a pipeline and without a step: what the checkpoint holds.

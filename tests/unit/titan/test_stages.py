@@ -71,8 +71,8 @@ WRONG = [
     ),
     (
         LLAMA,
-        [PP, '--parallelism.module_fqns_per_model_part=[["tok_embeddings"],["norm","output"]]'],
-        "module_fqns_per_model_part: received .*each once and in this order",
+        [PP, "--parallelism.module_fqns_per_model_part", "tok_embeddings,layers.0", "output,norm"],
+        r"module_fqns_per_model_part: received \[\['tok_embeddings', .*each once and in this order",
     ),
     (
         LLAMA,
