@@ -17,6 +17,7 @@ from torchtitan_matrixfsdp.bench.ranks import (
     RanksFailedError,
     is_under_torchrun,
     launched_world_size,
+    leave,
 )
 from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
 from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
@@ -170,4 +171,7 @@ def _world_size(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if is_under_torchrun():
+        leave(status)
+    sys.exit(status)

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtitan_matrixfsdp.bench.blocks import model_blocks, plan_blocks, scaled_model
-from torchtitan_matrixfsdp.bench.ranks import rank_device, synchronise
+from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh, synchronise
 from torchtitan_matrixfsdp.bench.results import MemoryPhase, SystemMemory, spread
 from torchtitan_matrixfsdp.bench.step import ShardedModel, sample, shard_model
 from torchtitan_matrixfsdp.layout import (
@@ -76,20 +74,24 @@ class _Peaks:
     steady_with_gradients: int
 
 
-class _Meter(ABC):
-    """Bytes alive now, and the most since the last ``reset``."""
+class _Meter(Protocol):
+    """Follows memory while entered."""
 
-    @abstractmethod
-    def reset(self) -> None: ...
+    def __enter__(self) -> object: ...
 
-    @abstractmethod
-    def live(self) -> int: ...
+    def __exit__(self, *exc: Any) -> None: ...
 
-    @abstractmethod
-    def peak(self) -> int: ...
+    def reset(self) -> None:
+        """Start a new peak."""
+
+    def live(self) -> int:
+        """Bytes alive now."""
+
+    def peak(self) -> int:
+        """The most bytes alive since ``reset``."""
 
 
-class LiveStorages(TorchDispatchMode, _Meter):
+class LiveStorages(TorchDispatchMode):
     """Follows the storages of all tensors that pass through an operator while the mode is on."""
 
     def __init__(self) -> None:
@@ -118,8 +120,6 @@ class LiveStorages(TorchDispatchMode, _Meter):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "c10d":
-            return result  # makes nothing that stays; a barrier's token would count as memory
         for value in tree_iter((args, kwargs, result)):
             if isinstance(value, torch.Tensor):
                 self._see(local_of(value) if isinstance(value, DTensor) else value)
@@ -132,8 +132,14 @@ class LiveStorages(TorchDispatchMode, _Meter):
             self._storages[id(storage)] = weakref.ref(storage)
 
 
-class _Allocator(_Meter):
+class _Allocator:
     """What CUDA's caching allocator has given out."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -145,26 +151,18 @@ class _Allocator(_Meter):
         return torch.cuda.max_memory_allocated()
 
 
-@contextmanager
-def _meter() -> Iterator[_Meter]:
-    if rank_device().type == "cuda":
-        yield _Allocator()
-        return
-    with LiveStorages() as storages:
-        yield storages
-
-
 def measure_memory(options: MemoryOptions) -> tuple[SystemMemory, ...]:
     """FSDP2, owner shards as they run on this device, and owner shards with the release of a
     block put off as on devices with streams. Called on all ranks, which return the same."""
     shape = scaled_model(options.dim, options.blocks)
     plan = plan_blocks(model_blocks(shape), dist.get_world_size())
+    mesh = rank_mesh()  # before anything is counted: it holds a small tensor
 
     def owner(defer: bool | None) -> ShardedModel:
-        return shard_model(shape, plan, options.transport, OwnerContext(defer_release=defer))
+        return shard_model(shape, plan, mesh, options.transport, OwnerContext(defer_release=defer))
 
     systems: dict[str, Callable[[], ShardedModel]] = {
-        _STOCK: lambda: shard_model(shape, None),
+        _STOCK: lambda: shard_model(shape, None, mesh),
         "owner": lambda: owner(None),
         "owner, deferred release": lambda: owner(True),
     }
@@ -180,46 +178,43 @@ def measure_memory(options: MemoryOptions) -> tuple[SystemMemory, ...]:
 
 
 def _measure(make: Callable[[], ShardedModel], options: MemoryOptions) -> _Peaks:
-    with _meter() as meter:
-        before = meter.live()
+    meter: _Meter = _Allocator() if rank_device().type == "cuda" else LiveStorages()
+    before = _settled(meter)
+    with meter:
         model = make().model
         x = sample(scaled_model(options.dim, options.blocks), options.tokens)
         model(x).sum().backward()  # FSDP2 makes what it keeps in the first step
-        _drop_gradients(model)
-        steady = _settled(meter)
+        for param in model.parameters():
+            param.grad = None
+    steady = _settled(meter)
 
-        def phase(run: Callable[[], Any]) -> tuple[int, Any]:
+    def phase(run: Callable[[], Any]) -> tuple[int, Any]:
+        with meter:
             meter.reset()
             value = run()
             synchronise(rank_device())
-            peak = meter.peak() - steady
-            _settled(meter)
-            return peak, value
+            peak = meter.peak()
+        _settled(meter)
+        return peak - steady, value
 
-        first = model.layers[0]
-        assert isinstance(first, FSDPModule)
-        gather, _ = phase(first.unshard)
-        first.reshard()
-        forward, loss = phase(lambda: model(x).sum())
-        backward, _ = phase(loss.backward)
-        del loss
-        with_gradients = _settled(meter)
-        return _Peaks(
-            steady - before - x.nbytes, gather, forward, backward, with_gradients - steady
-        )
+    first = model.layers[0]
+    assert isinstance(first, FSDPModule)
+    gather, _ = phase(first.unshard)
+    first.reshard()
+    forward, loss = phase(lambda: model(x).sum())
+    backward, _ = phase(loss.backward)
+    del loss
+    gradients = _settled(meter) - steady
+    return _Peaks(steady - before - x.nbytes, gather, forward, backward, gradients)
 
 
 def _settled(meter: _Meter) -> int:
-    """Bytes alive once this rank's finished transfers have let go of their tensors."""
+    """Bytes alive once this rank's finished transfers have let go of their tensors. Called while
+    the meter is not entered, so that the barrier's own tensor is none of them."""
     gc.collect()
     synchronise(rank_device())
     dist.barrier()
     return meter.live()
-
-
-def _drop_gradients(model: torch.nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
 
 
 def _predicted_gather(name: str, block: BlockPlan, transport: str) -> int | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _TIMEOUT = timedelta(minutes=5)
 _OUTPUT_TAIL = 4_000  # characters
@@ -45,10 +47,27 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def rank_mesh() -> DeviceMesh:
+    """All ranks as one shard dimension."""
+    return init_device_mesh(rank_device().type, (dist.get_world_size(),))
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def leave(status: int) -> NoReturn:
+    """End a rank's process at once.
+
+    The interpreter's own end would race with gloo: torch 2.13 keeps the threads of a process group
+    that FSDP2 has used even when the group is destroyed, and one that lets go of a tensor while the
+    interpreter goes down aborts the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
@@ -91,10 +110,9 @@ def _on_launched_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
-    try:
-        value = fn(*args)
-    finally:
-        dist.destroy_process_group()
+    value = fn(*args)
+    dist.barrier()
+    dist.destroy_process_group()
     return value if is_reporter() else None
 
 
@@ -119,7 +137,7 @@ def _own_rank(
         (where / "result").write_bytes(pickle.dumps(value))
     # A rank that is done would close connections that others still use.
     dist.barrier()
-    dist.destroy_process_group()
+    leave(0)
 
 
 def _outputs(where: Path) -> str:
