@@ -10,6 +10,14 @@ in a file, written whole or not at all. A rank whose function raised then holds 
 open until it is killed: closing them would turn the hang of a rank that still waits for it into a
 connection error, and hide the hang. Three things end a rank: the barrier after success, a kill by
 the parent (first failure or time limit), and the end of the parent, which each rank watches.
+
+After the barrier and destroy_process_group, in which a crash counts, a rank leaves without
+finalizing the interpreter. That could abort it: a thread of gloo holds on to a finished
+collective's tensors for a moment longer than the caller waits, releasing the last reference to one
+takes the GIL, and a thread that asks for the GIL while the interpreter finalizes is unwound by
+force, which in C++ code means std::terminate (pytorch/pytorch#190489). destroy_process_group waits
+for these threads only if nothing else refers to the group, as a module's mesh may. So no `atexit`
+function of a rank runs.
 """
 
 import contextlib
@@ -34,10 +42,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Seconds. After the first failure the other ranks may report theirs; a rank that is asked for its
-# stack needs a moment to write it; a poll of outcome files costs next to nothing.
+# Seconds. After the first failure the other ranks may report theirs; a process that is asked for
+# its stacks, or to end, does so at once, but may have to wait for its turn on a busy machine; a
+# poll of outcome files costs next to nothing.
 _GRACE_AFTER_FAILURE = 3.0
-_GRACE_FOR_STACKS = 0.5
+_GRACE_FOR_TURN = 20.0
 _POLL = 0.05
 # The harness's limit comes first, so that the failure shows stacks instead of a gloo time-out.
 _GROUP_TIMEOUT_MARGIN = 60.0
@@ -186,13 +195,13 @@ class _Ranks:
         if outcome is not None and outcome.failed:
             return outcome.error_traceback
         exitcode = self._processes[rank].exitcode
+        when = ", after its function returned" if outcome is not None else ""
         if rank in self._stacks:
-            where = "after its function returned, " if outcome is not None else ""
-            return f"still running, {where}in:\n{self._stacks[rank]}"
+            return f"still running{when}, in:\n{self._stacks[rank]}"
         if exitcode is not None and exitcode < 0:
-            return f"died of {signal.Signals(-exitcode).name}"
+            return f"died of {signal.Signals(-exitcode).name}{when}"
         if exitcode or (exitcode == 0 and outcome is None):
-            return f"ended with exit code {exitcode}, no result and no exception"
+            return f"ended with exit code {exitcode}{when or ', no result and no exception'}"
         return None
 
     def report(self, headline: str) -> str:
@@ -232,16 +241,22 @@ class _Ranks:
             for rank, process in enumerate(self._processes)
             if process.is_alive() and rank not in waiting
         ]
+        paths = {rank: self._dir / f"stack{rank}" for rank in busy}
+        asked = [rank for rank in busy if paths[rank].exists()]
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        # The main thread comes last, and what called _rank_main is of no interest.
+        _wait_until(
+            lambda: all(
+                f"in {_rank_main.__name__}\n" in paths[rank].read_text()
+                or not self._processes[rank].is_alive()
+                for rank in asked
+            )
+        )
         for rank in busy:
-            path = self._dir / f"stack{rank}"
-            if path.exists():  # otherwise the signal's handler isn't there yet
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        if busy:
-            time.sleep(_GRACE_FOR_STACKS)
-        for rank in busy:
-            path = self._dir / f"stack{rank}"
-            self._stacks[rank] = (path.read_text() if path.exists() else "") or "(starting up)"
+            stack = paths[rank].read_text() if rank in asked else "(starting up)"
+            self._stacks[rank] = stack or "(it did not say)"
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -262,8 +277,10 @@ def _rank_main(
             stream.flush()
             os.dup2(output.fileno(), stream.fileno())
     faulthandler.enable()
-    stack_file = (where / f"stack{rank}").open("w")  # open until the process ends
+    stack_path = where / f"stack{rank}.part"
+    stack_file = stack_path.open("w")  # open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    stack_path.replace(stack_path.with_suffix(""))  # asks for the signal, which would have killed
     os.environ.update(_RANK_ENV, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     warnings.filterwarnings("error", module=r"(torchtitan_matrixfsdp|tests)\b")
 
@@ -298,6 +315,9 @@ def _rank_main(
         # Without it a rank that is done would close connections that others still use.
         dist.barrier()
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # [Note: how a rank ends]
 
 
 def _leave_outcome(path: Path, content: bytes) -> None:
@@ -320,6 +340,12 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _GRACE_FOR_TURN
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL)
+
+
 def _tail(text: str) -> str:
     return text if len(text) <= _OUTPUT_TAIL else "[...]" + text[-_OUTPUT_TAIL:]
 
@@ -328,7 +354,7 @@ def _tail(text: str) -> str:
 class TorchrunResult:
     returncode: int
     output: str
-    """Standard output and standard error together, whole."""
+    """What torchrun printed, then what each rank printed, all of it: no line is torn."""
 
 
 def run_torchrun(
@@ -349,52 +375,75 @@ def run_torchrun(
         check: raise unless torchrun exits with 0.
 
     Raises:
-        AssertionError: with the end of the output, on a time-out or (if `check`) a failure.
+        AssertionError: with the end of each output, on a time-out or (if `check`) a failure.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(nproc), *args]
+    command += ["--nproc-per-node", str(nproc)]
     # torchrun starts every worker in a session of its own, so killing its process group would
     # leave the workers. All its descendants inherit this mark.
     mark = f"MATRIXFSDP_TEST_RUN={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     full_env = {**os.environ, **_RANK_ENV, **(env or {}), name: value, "PYTHONFAULTHANDLER": "1"}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    with tempfile.TemporaryDirectory(prefix="matrixfsdp-torchrun-") as directory:
+        folder = Path(directory)
+        # A file for each rank: in one file, ranks that print at the same time tear each other's
+        # lines to pieces.
+        command += ["--redirects", "3", "--log-dir", str(folder / "ranks"), *args]
+        timed_out = False
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=full_env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            timed_out = False
+            with (folder / "torchrun.log").open("w") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env=full_env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             try:
-                returncode = process.wait(timeout_s)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 timed_out = True
-                # The fault handler prints all stacks on this signal. Workers first: torchrun
-                # forwards what they print.
-                _signal_marked(mark, signal.SIGABRT, skip=process.pid)
-                time.sleep(_GRACE_FOR_STACKS * 4)
-                _signal_marked(mark, signal.SIGKILL)
-                returncode = process.wait()
+                _show_stacks(process, mark)
         finally:
-            _signal_marked(mark, signal.SIGKILL)
-        output.seek(0)
-        text = output.read()
+            _kill_marked(mark)
+        returncode = process.wait()
+        outputs = {"torchrun": (folder / "torchrun.log").read_text(errors="replace")}
+        for path in sorted(folder.glob("ranks/*/attempt_*/[0-9]*/std*.log")):
+            outputs[f"rank {path.parent.name} {path.stem}"] = path.read_text(errors="replace")
     if timed_out or (check and returncode != 0):
         what = f"time limit of {timeout_s:g} s" if timed_out else f"exit code {returncode}"
-        raise AssertionError(f"{what}: {' '.join(command)}\n--- output:\n{_tail(text)}")
-    return TorchrunResult(returncode, text)
+        parts = [f"{what}: {' '.join(command)}"]
+        parts += [f"--- {who}:\n{_tail(text).strip()}" for who, text in outputs.items() if text]
+        raise AssertionError("\n".join(parts))
+    return TorchrunResult(returncode, "\n".join(outputs.values()))
 
 
-def _signal_marked(mark: str, signum: int, skip: int | None = None) -> None:
-    for pid in processes_with_env(mark):
-        if pid != skip:
+def _show_stacks(torchrun: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Have every process print its stacks and end; the fault handler does so on SIGABRT."""
+    # torchrun stands still meanwhile: once it saw one worker end it would end the others, which may
+    # not have had their turn yet.
+    torchrun.send_signal(signal.SIGSTOP)
+    workers = set(processes_with_env(mark)) - {torchrun.pid}
+    for pid in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    _wait_until(lambda: workers.isdisjoint(processes_with_env(mark)))
+    torchrun.send_signal(signal.SIGABRT)
+    torchrun.send_signal(signal.SIGCONT)
+    _wait_until(lambda: torchrun.poll() is not None)
+
+
+def _kill_marked(mark: str) -> None:
+    def none_left() -> bool:
+        pids = list(processes_with_env(mark))
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    _wait_until(none_left)  # a killed process is there until it has its turn to go
 
 
 def processes_with_env(entry: str) -> Iterator[int]:

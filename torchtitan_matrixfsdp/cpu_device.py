@@ -228,7 +228,9 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    # A pipeline stage without gradients still adds its nothing, in the dtype of the others.
+    nothing = torch.zeros((), dtype=torch.float64)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else nothing
     if isinstance(total, DTensor):
         total = total.full_tensor()  # adds up over the ranks that hold shards
     if pp_mesh is not None:

@@ -80,5 +80,22 @@ def _mistake(error: Exception, train_file: str) -> str | None:
     return None
 
 
+def _leave() -> None:
+    """End the process without finalizing the interpreter, once training is over and saved.
+
+    A thread of gloo may hold the last reference to a finished collective's tensor; letting go of
+    it while the interpreter finalizes aborts the process (pytorch/pytorch#190489), and torchrun
+    would report a job that has trained to its end as failed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     main()
+    from torchtitan.tools.utils import device_type
+
+    if device_type == "cpu":
+        _leave()

@@ -144,7 +144,19 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "tensor parallel": (
         ["--parallelism.tensor_parallel_degree=2"],
-        ["parallelism.tensor_parallel_degree", "received 2", "set it to 1"],
+        ["parallelism.tensor_parallel_degree", "received 2", '= "gather"', "degree to 1"],
+    ),
+    "tensor parallel without shards": (
+        ["--parallelism.tensor_parallel_degree=2", "--owner_fsdp.tensor_parallel=gather"],
+        ["parallelism.tensor_parallel_degree", "shard degree of 1", "more processes"],
+    ),
+    "a tensor-parallel degree that does not divide": (
+        ["--parallelism.tensor_parallel_degree=3"],
+        ["2 processes", "tensor_parallel_degree = 3"],
+    ),
+    "a tensor-parallel degree below 1": (
+        ["--parallelism.tensor_parallel_degree=0"],
+        ["parallelism.tensor_parallel_degree", "received 0", ">= 1"],
     ),
     "pipeline parallel": (
         ["--parallelism.pipeline_parallel_degree=2"],

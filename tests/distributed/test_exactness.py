@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from tests.distributed.toy import (
+    TRANSPORTS,
     Run,
     make_toy,
     max_difference,
@@ -45,16 +48,24 @@ def _train_all(replicas: int) -> dict[str, float]:
     kinds = {(run.accumulation, run.repeat) for run in RUNS.values()}
     oracles = {kind: train_oracle(STEPS, *kind, layers=LAYERS) for kind in sorted(kinds)}
     differences = {}
-    for name, run in RUNS.items():
+    for index, (name, run) in enumerate(RUNS.items()):
+        # Another transport for the same options at each world size; some release late, as on a GPU.
+        transport = TRANSPORTS[(index + ranks + replicas) % len(TRANSPORTS)]
+        is_late = (index // len(TRANSPORTS) + ranks) % 2 == 0
+        run = replace(run, transport=transport, defer_release=is_late)
         sharded = shard_toy(make_toy(layers=LAYERS), mesh_of(replicas, ranks), run)
         train(sharded, run, STEPS, rank, ranks)
-        differences[name] = max_difference(sharded.model, oracles[run.accumulation, run.repeat])
+        differences[f"{name}, {transport}"] = max_difference(
+            sharded.model, oracles[run.accumulation, run.repeat]
+        )
     return differences
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
 def test_float64_equals_one_process(ranks: int, replicas: int) -> None:
-    """Cases 1, 2, 3, 4 and 19: whole matrices, one step per batch, sums, gloo, W = 1."""
+    """Cases 1, 2, 3, 4 and 19: whole matrices, one step per batch, sums, gloo, W = 1; every
+    transport at every world size."""
     for differences in run_ranks(_train_all, ranks, replicas, timeout_s=240):
-        assert set(differences) == set(RUNS)
+        assert [what.rpartition(", ")[0] for what in differences] == list(RUNS)
+        assert {what.rpartition(", ")[2] for what in differences} == set(TRANSPORTS)
         assert max(differences.values()) < TOLERANCE, differences

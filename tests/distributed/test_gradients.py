@@ -26,7 +26,6 @@ from tests.distributed.toy import (
     ADAMW,
     DIM,
     Run,
-    Sharded,
     Toy,
     batch,
     full_state,
@@ -34,24 +33,27 @@ from tests.distributed.toy import (
     make_toy,
     mesh_of,
     metas_of,
+    owner_groups,
     owner_parameters,
     route_toy,
+    rows_of,
+    run_transports,
     shard_toy,
     train,
 )
 from tests.harness import run_ranks
-from torchtitan_matrixfsdp.comm import transport_factory
+from torchtitan_matrixfsdp.comm import Traffic, TransportFactory
 from torchtitan_matrixfsdp.layout import make_plan
 from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon
-from torchtitan_matrixfsdp.runtime import owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 
 
-def _clip(replicas: int) -> tuple[float, float, float]:
+def _clip(transport: str, replicas: int) -> tuple[float, float, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sharded = shard_toy(make_toy(), mesh_of(replicas, ranks), Run())
+    sharded = shard_toy(make_toy(), mesh_of(replicas, ranks), Run(transport=transport))
     model = sharded.model
     tokens, targets = batch(0)
-    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    rows = rows_of(rank, ranks)
     loss_of(model, tokens[rows], targets[rows]).backward()
     grads = [p.grad for p in model.parameters()]
     total = torch.nn.utils.get_total_norm(grads, 2.0, False, True)
@@ -68,7 +70,7 @@ def test_gradient_norm_counts_each_element_once(ranks: int, replicas: int) -> No
     oracle = make_toy()
     loss_of(oracle, *batch(0)).backward()
     flat = torch.cat([p.grad.flatten() for p in oracle.parameters()])
-    for total, largest, after in run_ranks(_clip, ranks, replicas):
+    for total, largest, after in run_transports(_clip, ranks, replicas):
         assert total == pytest.approx(flat.norm().item(), rel=1e-13)
         assert largest == pytest.approx(flat.abs().max().item(), rel=1e-13)
         assert after == pytest.approx(0.01, rel=1e-4)  # torch divides by (norm + 1e-6)
@@ -89,14 +91,14 @@ def _token_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
     return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / total
 
 
-def _masked() -> tuple[float, float]:
+def _masked(transport: str) -> tuple[float, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sharded = shard_toy(make_toy(), mesh_of(1, ranks), Run())
+    sharded = shard_toy(make_toy(), mesh_of(1, ranks), Run(transport=transport))
     for module in sharded.model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
     tokens, targets = _masked_targets()
-    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    rows = rows_of(rank, ranks)
     _token_loss(sharded.model, tokens[rows], targets[rows]).backward()
     grads = [p.grad for p in sharded.model.parameters()]
     norm = torch.nn.utils.get_total_norm(grads, 2.0, False, True).full_tensor().item()
@@ -113,7 +115,7 @@ def _masked() -> tuple[float, float]:
 
 def test_unevenly_masked_labels_are_summed_not_averaged() -> None:
     """Cases 3 and 4: W=4, loss per valid token, gradients and norm of one process."""
-    for difference, norm_error in run_ranks(_masked, 4):
+    for difference, norm_error in run_transports(_masked, 4):
         assert difference < 1e-14
         assert norm_error < 1e-13
 
@@ -137,20 +139,21 @@ class Branch(nn.Module):
         return x + (self.even if dist.get_rank() % 2 == 0 else self.odd)(x)
 
 
-def _branch_gradients() -> dict[str, torch.Tensor]:
+def _branch_gradients(transport: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     model = Branching().double()
-    sharded = shard_toy(model, mesh_of(1, 2), Run())
+    sharded = shard_toy(model, mesh_of(1, 2), Run(transport=transport))
     rank = dist.get_rank()
     tokens, targets = batch(0)
-    loss_of(model, tokens[6 * rank : 6 * rank + 6], targets[6 * rank : 6 * rank + 6]).backward()
+    rows = rows_of(rank, 2)
+    loss_of(model, tokens[rows], targets[rows]).backward()
     for optimizer in sharded.optimizers:
         optimizer.step()
     return {n: p.grad.full_tensor() for n, p in owner_parameters(model).items()}
 
 
-def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
-    """Case 21: branch on rank parity. The gradient is the other rank's, halved by the mean."""
+def expected_branch_gradients() -> dict[str, torch.Tensor]:
+    """From plain models: the gradient of the rank that used a branch, halved by the mean."""
     expected: dict[str, torch.Tensor] = {}
     for rank in range(2):
         torch.manual_seed(7)
@@ -162,7 +165,13 @@ def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
         targets = targets[6 * rank : 6 * rank + 6]
         nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         expected[f"layers.0.{'even' if rank == 0 else 'odd'}.weight"] = chosen.weight.grad / 2
-    for grads in run_ranks(_branch_gradients, 2):
+    return expected
+
+
+def test_parameters_unused_on_some_ranks_count_as_zero() -> None:
+    """Case 21: branch on rank parity. The gradient is the other rank's, halved by the mean."""
+    expected = expected_branch_gradients()
+    for grads in run_transports(_branch_gradients, 2):
         for name, grad in expected.items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
         assert grads["layers.0.dead.weight"].abs().max() == 0
@@ -174,7 +183,7 @@ def _train_branching(model: nn.Module, optimizers: list[LocalStepOptimizer], ste
         for optimizer in optimizers:
             optimizer.zero_grad()
         tokens, targets = batch(step)
-        rows = slice(6 * rank, 6 * rank + 6)
+        rows = rows_of(rank, 2)
         loss_of(model, tokens[rows], targets[rows]).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -186,10 +195,12 @@ def _state(model: nn.Module, optimizers: list[LocalStepOptimizer]) -> dict[str, 
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
 
-def _resume_with_a_dead_matrix(folder: str) -> tuple[bool, bool, str]:
+def _resume_with_a_dead_matrix(transport: str, folder: Path) -> tuple[bool, bool, str]:
+    folder = str(folder / transport)
+    run = Run(transport=transport)
     torch.manual_seed(7)
     first = Branching().double()
-    whole = shard_toy(first, mesh_of(1, 2), Run())
+    whole = shard_toy(first, mesh_of(1, 2), run)
     _train_branching(first, whole.optimizers, range(2))
     before = full_state(first)
     dcp.save(_state(first, whole.optimizers), checkpoint_id=folder)
@@ -198,7 +209,7 @@ def _resume_with_a_dead_matrix(folder: str) -> tuple[bool, bool, str]:
 
     torch.manual_seed(8)
     second = Branching().double()
-    resumed = shard_toy(second, mesh_of(1, 2), Run())
+    resumed = shard_toy(second, mesh_of(1, 2), run)
     state = _state(second, resumed.optimizers)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(second, state["model"])
@@ -222,7 +233,7 @@ def _resume_with_a_dead_matrix(folder: str) -> tuple[bool, bool, str]:
 
 def test_a_matrix_without_a_gradient_does_not_break_resume(tmp_path: Path) -> None:
     """Case 22: saved and resumed bit-exactly through DCP; a missing parameter is still an error."""
-    for unchanged, same, error in run_ranks(_resume_with_a_dead_matrix, 2, str(tmp_path)):
+    for unchanged, same, error in run_transports(_resume_with_a_dead_matrix, 2, tmp_path):
         assert unchanged
         assert same
         assert "layers.0.unknown.weight" in error
@@ -233,34 +244,33 @@ def _is_frozen(name: str) -> bool:
     return "layers.1.up" in name or "layers.0.norm" in name or name.startswith("layers.2.")
 
 
-def _frozen() -> tuple[float, int, dict[str, bool]]:
+def _frozen(transport: str) -> tuple[bool, bool, dict[str, bool]]:
     model = make_toy()
     for name, param in model.named_parameters():
         if _is_frozen(name):
             param.requires_grad_(False)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sharded = shard_toy(model, mesh_of(1, ranks), Run())
+    run = Run(transport=transport)
+    sharded = shard_toy(model, mesh_of(1, ranks), run)
     before = full_state(model)
-    train(sharded, Run(), 2, rank, ranks)
+    train(sharded, run, 2, rank, ranks)
     after = full_state(model)
     kept = {n: torch.equal(before[n], after[n]) for n in before if n.startswith("layers")}
-    reduced = sharded.counter.total("reduce").sent_bytes
-    return reduced, sum(s.numel for s in _reduced_elsewhere(sharded, rank)) * 8 * 2, kept
-
-
-def _reduced_elsewhere(sharded: Sharded, rank: int) -> list[Any]:
-    shards = [s for block in sharded.plan.blocks for s in block.shards]
-    return [s.segment for s in shards if s.trainable and s.owner != rank]
+    comms = [group._comm for group in owner_groups(model)]
+    reduced = sum((comm.reduce_transport.predict_reduce(8) for comm in comms), Traffic())
+    everything = sum((comm.gather_transport.predict_reduce(8) for comm in comms), Traffic())
+    is_predicted = sharded.counter.total("reduce") == reduced + reduced
+    return is_predicted, reduced.sent_bytes < everything.sent_bytes, kept
 
 
 def test_frozen_parameters_are_gathered_but_never_reduced() -> None:
-    for reduced, expected, kept in run_ranks(_frozen, 2):
-        assert reduced == expected
+    for is_predicted, is_less, kept in run_transports(_frozen, 2):
+        assert is_predicted and is_less
         for name, unchanged in kept.items():
             assert unchanged == _is_frozen(name), name
 
 
-def _tied() -> tuple[bool, float]:
+def _tied(transport: str) -> tuple[bool, float]:
     class Tied(Toy):
         def __init__(self) -> None:
             super().__init__(layers=1)
@@ -275,7 +285,11 @@ def _tied() -> tuple[bool, float]:
     _, blocks = metas_of(model)
     plan = make_plan("role_greedy", blocks, set(route_toy(model).matrices), ranks)
     owner_shard(
-        model.layers[0], plan.block("layers.0"), mesh=mesh, transport=transport_factory("p2p")
+        model.layers[0],
+        plan.block("layers.0"),
+        mesh=mesh,
+        transport=TransportFactory(transport),
+        context=OwnerContext(),
     )
     fully_shard([model.embedding, model.norm, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -283,7 +297,7 @@ def _tied() -> tuple[bool, float]:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     tokens, targets = batch(0)
-    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    rows = rows_of(rank, ranks)
     loss_of(model, tokens[rows], targets[rows]).backward()
     loss_of(oracle, tokens, targets).backward()
     grad = model.embedding.weight.grad.full_tensor()
@@ -293,30 +307,30 @@ def _tied() -> tuple[bool, float]:
 
 def test_tied_weights_keep_both_gradient_halves() -> None:
     """Case 25: one parameter, and the gradient of both uses."""
-    for same, difference in run_ranks(_tied, 2):
+    for same, difference in run_transports(_tied, 2):
         assert same
         assert difference < 1e-14
 
 
-def _mixed_precision() -> tuple[str, dict[str, torch.Tensor]]:
+def _mixed_precision(transport: str) -> tuple[str, dict[str, torch.Tensor]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     seen: list[str] = []
     model = make_toy(torch.float32)
-    sharded = shard_toy(model, mesh_of(1, ranks), Run(mp_policy=policy))
+    run = Run(mp_policy=policy, transport=transport)
+    sharded = shard_toy(model, mesh_of(1, ranks), run)
     model.layers[0].register_forward_pre_hook(
         lambda module, args: seen.append(str(module.up.weight.dtype))
     )
-    sharded.counter.reset()
+    sent = {"gather": Traffic(), "reduce": Traffic()}
     tokens, targets = batch(0)
-    rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    rows = rows_of(rank, ranks)
     loss_of(model, tokens[rows], targets[rows]).backward()
-    gathered = sharded.counter.total("gather").sent_bytes
-    reduced = sharded.counter.total("reduce").sent_bytes
-    owned = sum(b.owned_numel(rank) for b in sharded.plan.blocks)
-    total = sum(b.numel for b in sharded.plan.blocks)
-    assert gathered == 2 * (ranks - 1) * owned * 2, "two gathers in bfloat16"
-    assert reduced == (total - owned) * 4, "one reduction in float32"
+    for group in owner_groups(model):
+        gather, reduce = group._comm.gather_transport, group._comm.reduce_transport
+        sent["gather"] += sum([gather.predict_gather(2)] * 2, Traffic())  # bfloat16, twice
+        sent["reduce"] += reduce.predict_reduce(4)  # float32
+    assert sharded.counter.totals == sent
     return seen[0], {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
@@ -326,12 +340,12 @@ def test_mixed_precision_gathers_and_reduces_in_its_dtypes() -> None:
     for rank in range(2):
         model = make_toy(torch.float32).bfloat16()
         tokens, targets = batch(0)
-        rows = slice(6 * rank, 6 * rank + 6)
+        rows = rows_of(rank, 2)
         loss_of(model, tokens[rows], targets[rows]).backward()
         for name, param in model.named_parameters():
             share = param.grad.float()
             reference[name] = reference[name] + share if name in reference else share
-    for dtype, grads in run_ranks(_mixed_precision, 2):
+    for dtype, grads in run_transports(_mixed_precision, 2):
         assert dtype == "torch.bfloat16"
         for name, grad in grads.items():
             assert grad.dtype == torch.float32
@@ -369,7 +383,7 @@ def _groups() -> tuple[list[float], float, float]:
         matrices.zero_grad()
         model.zero_grad()
         tokens, targets = batch(0)
-        rows = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+        rows = rows_of(rank, ranks)
         loss_of(model, tokens[rows], targets[rows]).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], 2.0, False, True)
         norms.append(norm.full_tensor().item())

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from tests.harness import run_ranks
 from tests.oracle import OracleMuon
-from torchtitan_matrixfsdp.comm import TrafficCounter, TransportFactory, agree_on_plan
+from torchtitan_matrixfsdp.comm import TRANSPORTS as TRANSPORT_CLASSES
+from torchtitan_matrixfsdp.comm import TrafficCounter, Transport, TransportFactory, agree_on_plan
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
+    BlockPlan,
     OwnerPlan,
     ParamMeta,
     Routing,
+    assign_replicas,
     canonical_fqn,
     make_plan,
     route,
 )
 from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, owner_shard
+from torchtitan_matrixfsdp.runtime import (
+    OwnerContext,
+    OwnerDTensor,
+    PartitionedReplicas,
+    count_unused_parameters,
+    owner_shard,
+)
+from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer
+from torchtitan_matrixfsdp.runtime.owner_group import OwnerParamGroup
 
 INCLUDE = [r"layers\..*\.weight$"]
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 DIM, HIDDEN, VOCAB = 12, 33, 17
+TRANSPORTS = ("p2p", "broadcast", "balanced", "auto")
 
 
 class Block(nn.Module):
@@ -73,11 +94,16 @@ def make_toy(dtype: torch.dtype = torch.float64, layers: int = 3) -> Toy:
     return Toy(layers).to(dtype)
 
 
-def batch(step: int, samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: tokens and targets ``[samples, 5]``; 12 divides by 1..4."""
+def batch(step: int, samples: int = 12, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: tokens and targets ``[samples, length]``; 12 divides by 1..4."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(VOCAB, (samples, 5), generator=generator)
+    tokens = torch.randint(VOCAB, (samples, length), generator=generator)
     return tokens, tokens.roll(-1, dims=1)
+
+
+def rows_of(rank: int, ranks: int, micro: int = 0) -> slice:
+    """This rank's samples of microbatch ``micro``."""
+    return slice(micro * 12 + rank * 12 // ranks, micro * 12 + (rank + 1) * 12 // ranks)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -114,19 +140,21 @@ class Run:
 
     mode: str = "zero3"
     planner: str = "cost_aware"
-    transport: str = "auto"
+    transport: str | TransportFactory = "auto"
     defer_release: bool | None = None
     accumulation: int = 1
     deferred: bool = False
     checkpointing: bool = False
     reshard: bool | None = True
     mp_policy: MixedPrecisionPolicy | None = None
+    offload: bool = False
     ns_dtype: torch.dtype = torch.float64
     explicit_prefetch: bool = False
     async_unshard: bool = False
     deferred_all_reduce: bool = False
     evaluate: bool = False
     repeat: int = 1
+    partitioned: bool = False
 
 
 @dataclass
@@ -136,41 +164,62 @@ class Sharded:
     model: Toy
     plan: OwnerPlan | None
     optimizers: list[LocalStepOptimizer]
-    counter: TrafficCounter
+    context: OwnerContext
     routing: Routing
+    partition: PartitionedReplicas | None = None
+
+    @property
+    def counter(self) -> TrafficCounter:
+        return self.context.counter
 
 
-def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
+def shard_toy(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    run: Run,
+    include: list[str] | None = None,
+    context: OwnerContext | None = None,
+) -> Sharded:
+    """``model`` may be any with blocks in ``layers``; ``include`` are its matrices."""
     if run.checkpointing:
         for name, layer in list(model.layers.named_children()):
             model.layers.register_module(name, checkpoint_wrapper(layer))
-    routing = route_toy(model)
-    policy = run.mp_policy or MixedPrecisionPolicy()
-    context = OwnerContext(defer_release=run.defer_release)
+    routing = route_toy(model, include)
+    options = {
+        "mesh": mesh,
+        "mp_policy": run.mp_policy or MixedPrecisionPolicy(),
+        # Pinned memory needs an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if run.offload else OffloadPolicy(),
+    }
+    context = context or OwnerContext(defer_release=run.defer_release)
+    factory = run.transport
+    if not isinstance(factory, TransportFactory):
+        factory = TransportFactory(factory)
     plan = None
     if run.mode == "zero3":
         _, blocks = metas_of(model)
         plan = make_plan(run.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1))
         agree_on_plan(plan)
     for name, layer in model.layers.named_children():
-        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": run.reshard}
         if plan is None:
-            fully_shard(layer, **options)
+            fully_shard(layer, reshard_after_forward=run.reshard, **options)
         else:
             owner_shard(
                 layer,
                 plan.block(f"layers.{name}"),
-                transport=TransportFactory(run.transport),
+                transport=factory,
                 context=context,
+                reshard_after_forward=run.reshard,
                 **options,
             )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             if module is model or run.mode == "stock":  # owner groups have it on by themselves
-                module.set_reduce_scatter_unused_params(True)
-    model.repeat = run.repeat
+                count_unused_parameters(module)
+    if isinstance(model, Toy):
+        model.repeat = run.repeat
     if run.async_unshard:
         for layer in model.layers:
             layer._set_unshard_async_op(True)
@@ -178,10 +227,20 @@ def shard_toy(model: Toy, mesh: DeviceMesh, run: Run) -> Sharded:
         for here, after in pairwise(model.layers):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
-    return Sharded(model, plan, make_optimizers(model, routing, run), context.counter, routing)
+    partition = None
+    if run.partitioned and plan is not None:
+        params = {canonical_fqn(n): p for n, p in model.named_parameters()}
+        steppers = assign_replicas(plan, mesh.size(0))
+        partition = PartitionedReplicas(
+            {params[fqn]: replica for fqn, replica in steppers.items()}, context.counter
+        )
+    optimizers = make_optimizers(model, routing, run, partition)
+    return Sharded(model, plan, optimizers, context, routing, partition)
 
 
-def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalStepOptimizer]:
+def make_optimizers(
+    model: nn.Module, routing: Routing, run: Run, partition: PartitionedReplicas | None = None
+) -> list[LocalStepOptimizer]:
     named = [(canonical_fqn(n), p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in named if routing.is_matrix(n)]
     others = [p for n, p in named if not routing.is_matrix(n)]
@@ -197,18 +256,20 @@ def make_optimizers(model: nn.Module, routing: Routing, run: Run) -> list[LocalS
         create_adam_state(optimizer)
         return optimizer
 
-    return [LocalStepOptimizer(matrices, muon), LocalStepOptimizer(others, adamw)]
+    view = {} if partition is None else {"step_view": partition.step_view}
+    return [LocalStepOptimizer(matrices, muon, **view), LocalStepOptimizer(others, adamw)]
 
 
-def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None:
-    """``steps`` steps; each rank takes its slice of every microbatch of the global batch."""
+def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int, start: int = 0) -> None:
+    """``steps`` steps from step ``start`` on; each rank takes its slice of every microbatch of the
+    global batch."""
     model = sharded.model
-    for step in range(steps):
+    for step in range(start, start + steps):
         for optimizer in sharded.optimizers:
             optimizer.zero_grad()
         tokens, targets = batch(step, 12 * run.accumulation)
         for micro in range(run.accumulation):
-            rows = slice(micro * 12 + rank * 12 // ranks, micro * 12 + (rank + 1) * 12 // ranks)
+            rows = rows_of(rank, ranks, micro)
             last = micro == run.accumulation - 1
             if run.deferred:
                 model.set_requires_gradient_sync(last)
@@ -218,6 +279,8 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
             loss.backward()
         for optimizer in sharded.optimizers:
             optimizer.step()
+        if sharded.partition is not None:
+            sharded.partition.publish()
         if run.evaluate:
             # After the step, like TorchTitan's validation: FSDP2 leaves the root gathered after a
             # forward without backward, and the next forward uses what was gathered.
@@ -225,7 +288,9 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int) -> None
                 loss_of(model, tokens, targets)
 
 
-def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3) -> Toy:
+def train_oracle(
+    steps: int, accumulation: int, repeat: int = 1, layers: int = 3, length: int = 5
+) -> Toy:
     """One process, the whole batch, plain float64 tensors, independent maths."""
     model = make_toy(layers=layers)
     model.repeat = repeat
@@ -237,11 +302,33 @@ def train_oracle(steps: int, accumulation: int, repeat: int = 1, layers: int = 3
     adamw = torch.optim.AdamW(others, **ADAMW)
     for step in range(steps):
         model.zero_grad()
-        tokens, targets = batch(step, 12 * accumulation)
+        tokens, targets = batch(step, 12 * accumulation, length)
         loss_of(model, tokens, targets).backward()
         muon.step()
         adamw.step()
     return model
+
+
+def owner_groups(model: nn.Module) -> list[OwnerParamGroup]:
+    """Of every owner-sharded module, in module order."""
+    states = [fully_shard.state(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [group for group in groups if isinstance(group, OwnerParamGroup)]
+
+
+def buffers_of(model: nn.Module) -> list[BlockBuffer]:
+    """The block buffers, in module order."""
+    return [group._comm.buffer for group in owner_groups(model)]
+
+
+def allocated(model: nn.Module) -> dict[str, int]:
+    """The bytes behind every block buffer; blocks without storage are left out."""
+    sizes = {
+        buffer.name: buffer._flat.untyped_storage().nbytes()
+        for buffer in buffers_of(model)
+        if buffer._flat is not None
+    }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -258,6 +345,44 @@ def max_difference(model: nn.Module, oracle: nn.Module) -> float:
     return max(
         (value - reference[name]).abs().max().item() for name, value in full_state(model).items()
     )
+
+
+def run_transports(check: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Run ``check(transport, *args)`` for every transport, in one spawn; the results of all ranks
+    and transports."""
+    found = run_ranks(_each_transport, ranks, check, *args)
+    return [result for of_rank in found for result in of_rank]
+
+
+def _each_transport(check: Callable[..., Any], *args: Any) -> list[Any]:
+    return [check(name, *args) for name in TRANSPORTS]
+
+
+Observer = Callable[[str, str], None]
+
+
+class ObservedFactory(TransportFactory):
+    """Makes transports that call ``observer(operation, block name)`` before each operation."""
+
+    def __init__(self, name: str, observer: Observer) -> None:
+        super().__init__(name)
+        self.observer = observer
+
+    def __call__(
+        self, name: str, block: BlockPlan, rank: int, counter: TrafficCounter
+    ) -> Transport:
+        observer = self.observer
+
+        class Observed(TRANSPORT_CLASSES[name]):
+            def gather(self, buffer, group):
+                observer("gather", block.name)
+                return super().gather(buffer, group)
+
+            def reduce(self, buffer, group):
+                observer("reduce", block.name)
+                return super().reduce(buffer, group)
+
+        return Observed(block, rank, counter)
 
 
 def mesh_of(replicas: int, ranks: int) -> DeviceMesh:

@@ -14,6 +14,7 @@ from tests.support import ROOT, CorpusPaths
 from torchtitan_matrixfsdp.cpu_device import use_cpu_device
 from torchtitan_matrixfsdp.layout import canonical_fqn
 
+VOCABULARY = 2048  # of scripts/build_corpus.py
 CONFIG = ROOT / "train_configs" / "debug_muon.toml"
 
 
@@ -26,6 +27,7 @@ class Record:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     initial: dict[str, str] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -43,15 +45,30 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def add_tiny_flavors() -> None:
-    """A flavor ``tiny`` of each model: the debug model's depth of Newton-Schulz work is minutes."""
+    """A flavor ``tiny`` of each model: the debug model's depth of Newton-Schulz work is minutes.
+
+    The vocabulary is the built tokenizer's. With that of the published models (over 128,000) the
+    embedding and the head would be nine tenths of the work, and none of it ours.
+    """
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
     from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
 
     llama3_args.setdefault(
-        "tiny", TransformerModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32)
+        "tiny",
+        TransformerModelArgs(
+            dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=32, vocab_size=VOCABULARY
+        ),
     )
     llama3_args.setdefault(
-        "tiny_1layer", TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32)
+        "tiny_1layer",
+        TransformerModelArgs(dim=64, n_layers=1, n_heads=4, multiple_of=32, vocab_size=VOCABULARY),
+    )
+    # Every head with a key of its own, which the pointwise attention below needs.
+    llama3_args.setdefault(
+        "tiny_2k",
+        TransformerModelArgs(
+            dim=64, n_layers=3, n_heads=4, n_kv_heads=4, multiple_of=32, vocab_size=VOCABULARY
+        ),
     )
     qwen3_args.setdefault(
         "tiny",
@@ -64,6 +81,7 @@ def add_tiny_flavors() -> None:
             hidden_dim=160,
             qk_norm=True,
             enable_weight_tying=True,
+            vocab_size=VOCABULARY,
         ),
     )
 
@@ -121,6 +139,46 @@ def add_bf16_ddp_models() -> None:
         register_train_spec(f"ddp_bf16_rotated_{shift}", rotated)
 
 
+def add_pointwise_model() -> None:
+    """Model ``pointwise``: Llama 3 whose attention mixes no positions, which nothing can refuse.
+
+    On CPU torch has no context-parallel attention. Everything else of context parallelism is
+    TorchTitan's own here: meshes, the cut of sequences and positions, hooks around the attention.
+    """
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    import torchtitan_matrixfsdp.titan
+    from torchtitan_matrixfsdp.titan.model import OwnerLlama3
+    from torchtitan_matrixfsdp.titan.parallelize import parallelize_parts, route_model
+    from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of
+
+    assert torchtitan_matrixfsdp.titan  # registered the specs
+
+    class Pointwise(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, enable_gqa: bool = False) -> Any:
+            return v * torch.sigmoid((q * k).sum(-1, keepdim=True))
+
+    class PointwiseModel(OwnerLlama3):
+        def __init__(self, model_args: Any) -> None:
+            super().__init__(model_args)
+            for layer in self.layers.values():
+                layer.attention.inner_attention = Pointwise()
+
+    def parallelize(model: Any, parallel_dims: Any, job_config: Any) -> Any:
+        routing = route_model(model, matrix_optimizer_of(job_config))
+        parallelize_parts([model], routing, parallel_dims, job_config)
+        return model
+
+    spec = replace(
+        get_train_spec("llama3_owner"),
+        model_cls=PointwiseModel,
+        parallelize_fn=parallelize,
+        build_tokenizer_fn=build_hf_tokenizer,
+    )
+    register_train_spec("pointwise", spec)
+
+
 def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Any:
     """A real trainer for the debug configuration with command-line overrides."""
     use_cpu_device()
@@ -160,13 +218,27 @@ def record_metrics(trainer: Any) -> Record:
     return record
 
 
-def run_job(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Record:
-    """Train one job to its end; digests of all weights before and after."""
+def all_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """The weights of all model parts of this rank, whole; a collective."""
+    parts = [whole_weights(part) for part in trainer.model_parts]
+    merged = {name: weight for part in parts for name, weight in part.items()}
+    assert len(merged) == sum(len(part) for part in parts), "two parts share a name"
+    return merged
+
+
+def run_job(
+    overrides: list[str], corpus: CorpusPaths, dump_folder: Path, keep_weights: bool = False
+) -> Record:
+    """Train one job to its end; digests of this rank's weights before and after, and if
+    ``keep_weights`` the weights themselves."""
     trainer = build_trainer(overrides, corpus, dump_folder)
     record = record_metrics(trainer)
-    (model,) = trainer.model_parts
-    record.initial = {n: digest(w) for n, w in whole_weights(model).items()}
+    weights = all_weights(trainer)
+    record.initial = {n: digest(w) for n, w in weights.items()}
     trainer.train()
-    record.final = {n: digest(w) for n, w in whole_weights(model).items()}
+    weights = all_weights(trainer)
+    record.final = {n: digest(w) for n, w in weights.items()}
+    if keep_weights:
+        record.weights = {n: w.clone() for n, w in weights.items()}
     trainer.close()
     return record

@@ -6,8 +6,9 @@
   before it. layout is pure Python; only titan and the entry points know TorchTitan; the rooms
   between know torch and nothing else.
 - Nothing imports an entry point. `cpu_device` is for entry points only.
-- FSDP2's private names are imported in runtime/fsdp_compat.py alone, and no module asks by string
-  whether something has a private attribute.
+- FSDP2's private names are imported in runtime/fsdp_compat.py alone, in runtime/fsdp_check.py,
+  which looks whether torch has them, and in runtime/fsdp_older.py, which adds what old versions
+  lack; no module asks by string whether something has a private attribute.
 - Environment variables are read by titan and the entry points only.
 - No file is longer than 500 lines.
 """
@@ -42,7 +43,7 @@ ENTRY_POINTS = ("train", "plan", "bench", "checkpoint.__main__")
 # Stand beside the entry points, which alone may import them.
 ENTRY_HELPERS = ("cpu_device",)
 
-FSDP_COMPAT = "runtime.fsdp_compat"
+FSDP_COMPAT = ("runtime.fsdp_compat", "runtime.fsdp_check", "runtime.fsdp_older")
 # The second is FSDP2's former home, where old imports still work.
 FSDP_PRIVATE = re.compile(
     r"torch\.distributed\.(fsdp(\.\w+)*\._|_composable\.(fsdp|fully_shard)\b)[\w.]*"
@@ -175,7 +176,7 @@ def _target_problem(module: Module, target: str) -> str | None:
 
 
 def _check_private_fsdp(module: Module, tree: ast.AST) -> Breaches:
-    if module.name == FSDP_COMPAT:
+    if module.name in FSDP_COMPAT:
         return
     what = "only runtime/fsdp_compat.py may use FSDP2's private "
     for line, origin, name in _imports(module, tree):
@@ -200,7 +201,7 @@ def _check_private_fsdp(module: Module, tree: ast.AST) -> Breaches:
 
 def _check_probing(module: Module, tree: ast.AST) -> Breaches:
     # fsdp_compat asks whether torch still has what it needs, so that it can say what is gone.
-    functions = {"getattr"} if module.name == FSDP_COMPAT else {"getattr", "hasattr"}
+    functions = {"getattr"} if module.name in FSDP_COMPAT else {"getattr", "hasattr"}
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)

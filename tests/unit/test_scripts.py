@@ -1,5 +1,6 @@
 """The shell scripts, as far as they can be tried without installing anything."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -181,6 +182,7 @@ def test_quickstart_keeps_the_folder_it_is_given(clone, args):
 
 class TestSummary:
     summarize_run = load_script("summarize_run")
+    clock = itertools.count()
 
     def write_events(self, folder, losses, rate):
         from torch.utils.tensorboard import SummaryWriter
@@ -189,11 +191,13 @@ class TestSummary:
             for step, loss in losses.items():
                 writer.add_scalar("loss_metrics/global_avg_loss", loss, step)
                 writer.add_scalar("throughput(tps)", rate if step > 1 else 1.0, step)
+        # What is written later is newer, however coarse the file system's clock.
+        now = next(self.clock)
+        for path in folder.glob("events*"):
+            os.utime(path, (now, now))
 
     def finished_run(self, root):
         self.write_events(root / "tb" / "20240101-0000", {1: 9.0, 2: 8.0}, 50.0)
-        for path in (root / "tb").rglob("events*"):
-            os.utime(path, (0, 0))
         self.write_events(root / "tb" / "20240102-0000", {1: 7.5, 2: 6.0, 10: 5.25}, 1234.0)
         for step in (2, 10):
             (root / "checkpoint" / f"step-{step}").mkdir(parents=True)

@@ -39,7 +39,7 @@ from torchtitan_matrixfsdp.bench.sent import SentBytes
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter, Transport, TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, fsdp_slice_numel, fsdp_volume
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
-from torchtitan_matrixfsdp.runtime.fsdp_compat import FSDPParamGroup, param_groups
+from torchtitan_matrixfsdp.runtime.fsdp_compat import FSDPParamGroup, param_groups_of
 
 _WARM_UPS = 2
 _SEED = 11
@@ -119,7 +119,7 @@ class _Sharded:
         module.set_force_sum_reduction_for_comms(True)
         # FSDP2 makes its streams in the first forward.
         module(torch.ones((), device=rank_device())).backward()
-        (self._group,) = param_groups(module)
+        (self._group,) = param_groups_of(module)
         self._gradients = [
             torch.randn_like(param.unsharded_param) for param in self._unsharded().fsdp_params
         ]
@@ -197,7 +197,8 @@ class _Owner(_Sharded):
         )
         super().__init__(module)
         self._counter = TrafficCounter()
-        self._transport: Transport = factory(block, dist.get_rank(), self._counter)
+        chosen = factory.choose(block)
+        self._transport: Transport = factory(chosen, block, dist.get_rank(), self._counter)
         self._process_group = mesh.get_group()
         numel = self._transport.layout.numel
         self._buffer = torch.ones(numel, dtype=dtype, device=rank_device())

@@ -3,7 +3,11 @@
 Imports ``layout`` and torch, nothing else of this package.
 """
 
-from torchtitan_matrixfsdp.comm.agreement import PlanDisagreementError, agree_on_plan
+from torchtitan_matrixfsdp.comm.agreement import (
+    PlanDisagreementError,
+    agree_on_choice,
+    agree_on_plan,
+)
 from torchtitan_matrixfsdp.comm.traffic import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.comm.transport import (
     TRANSPORT_NAMES,
@@ -27,6 +31,7 @@ __all__ = [
     "TrafficCounter",
     "Transport",
     "TransportFactory",
+    "agree_on_choice",
     "agree_on_plan",
     "view_segment",
 ]

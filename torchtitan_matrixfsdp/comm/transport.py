@@ -18,6 +18,10 @@ the global ranks 0..W-1.
 gloo matches the messages of two ranks by the order in which both post them, and NCCL runs the
 operations of a communicator in the order in which ranks issue them. So every rank posts its
 transfers in the schedule's order, and collectives in the order of owners, whatever it owns.
+
+NCCL lets some ranks of a group send while others have nothing to do only after a first operation
+that all of them took part in. So whoever makes transports runs a collective on the same group
+first (``runtime`` does, in ``OwnerContext.connect``).
 """
 
 from __future__ import annotations
@@ -65,6 +69,9 @@ class Transport(ABC):
     Attributes:
         name: the transport's name in the configuration.
         layout: the arrangement of the block buffer.
+
+    Raises:
+        ValueError: ``rank`` is not in range(world_size): a global rank, perhaps.
     """
 
     name: str
@@ -73,6 +80,7 @@ class Transport(ABC):
         self._model = TRANSPORT_MODELS[self.name]
         self.layout: BufferLayout = self._model.arrange(block)
         self._rank = rank
+        self._runs = self.layout.runs(rank)
         self._world_size = block.world_size
         self._counter = counter
 
@@ -86,7 +94,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the SUM over the group of this rank's runs, 1D ``[layout.owned_numel(rank)]``, in
+        """Return the SUM over the group of this rank's runs, 1D ``[layout.packed_numel(rank)]``, in
         the buffer's dtype and with storage of its own."""
 
     def predict_gather(self, itemsize: int) -> Traffic:
@@ -98,7 +106,7 @@ class Transport(ABC):
         return _traffic(self._model.reduce(self.layout, self._rank), itemsize)
 
     def _own_runs(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [view_segment(buffer, run) for run in self.layout.runs(self._rank)]
+        return [view_segment(buffer, run) for run in self._runs]
 
     def _post(
         self,
@@ -223,7 +231,9 @@ class BalancedTransport(Transport):
     Before the all-gather each owner hands what it owns outside its own slice (its overflow) to the
     ranks whose slices it lies in; after the reduce-scatter they hand the sums back. With no
     overflow both are FSDP's collectives and nothing else. Per rank, sent: at most
-    ``(1 + gamma_B / W) * P_B`` bytes, plus alignment (``W * ALIGNMENT`` elements).
+    ``(1 + gamma_B / W) * P_B`` bytes in a gather and ``P_B`` in a reduction, plus alignment:
+    ``(W - 1) * ALIGNMENT`` elements, and twice the gaps after parameters whose size is no multiple
+    of ``ALIGNMENT``.
 
     The order of the sum is the backend's reduce-scatter's, the same in every run.
     """
@@ -262,10 +272,9 @@ class BalancedTransport(Transport):
         part = buffer.new_empty(self._slice.numel)
         self._record("reduce", ring_volume(part.numel(), self._world_size), part)
         reduce_scatter_single(part, buffer, op=dist.ReduceOp.SUM, group=group)
-        own_runs = self.layout.runs(self._rank)
-        if not self._reduce and len(own_runs) == 1 and own_runs[0].start == self._slice.start:
-            return part.narrow(0, 0, own_runs[0].numel)  # the usual case when balanced
-        total = buffer.new_empty(self.layout.owned_numel(self._rank))
+        if not self._reduce and len(self._runs) == 1 and self._runs[0].start == self._slice.start:
+            return part.narrow(0, 0, self._runs[0].numel)  # the usual case when balanced
+        total = buffer.new_empty(self.layout.packed_numel(self._rank))
 
         def in_part(segment: Segment) -> torch.Tensor:
             return part.narrow(0, segment.start - self._slice.start, segment.numel)
@@ -274,7 +283,7 @@ class BalancedTransport(Transport):
             return total.narrow(0, self.layout.offset_in_runs(segment, self._rank), segment.numel)
 
         works = self._post("reduce", self._reduce, group, in_part, lambda t: in_total(t.segment))
-        for run in own_runs:
+        for run in self._runs:
             at_home = run.overlap(self._slice)
             if at_home.numel:
                 in_total(at_home).copy_(in_part(at_home))
@@ -295,7 +304,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class TransportFactory:
-    """Makes the transport of one block for one rank.
+    """Chooses and makes the transports of one block for one rank.
 
     Args:
         name: ``"p2p"``, ``"broadcast"``, ``"balanced"``, or ``"auto"``: the cheapest for each
@@ -320,8 +329,12 @@ class TransportFactory:
         """Returns the name of the transport that ``block`` gets; the same on every rank."""
         return choose_transport(block, *self._itemsizes) if self.name == "auto" else self.name
 
-    def __call__(self, block: BlockPlan, rank: int, counter: TrafficCounter) -> Transport:
-        return TRANSPORTS[self.choose(block)](block, rank, counter)
+    def __call__(
+        self, name: str, block: BlockPlan, rank: int, counter: TrafficCounter
+    ) -> Transport:
+        """The transport ``name``, as :meth:`choose` gave it, of ``block`` or of its trainable
+        part."""
+        return TRANSPORTS[name](block, rank, counter)
 
 
 TRANSPORTS: Mapping[str, type[Transport]] = {

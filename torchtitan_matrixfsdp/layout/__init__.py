@@ -44,6 +44,7 @@ from torchtitan_matrixfsdp.layout.costs import gamma, muon_flops, newton_schulz_
 from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.planners import PLANNERS, Assignment, Planner, make_plan
+from torchtitan_matrixfsdp.layout.replicas import assign_replicas
 from torchtitan_matrixfsdp.layout.roles import Role, RoleKind, build_roles
 from torchtitan_matrixfsdp.layout.routing import Routing, RoutingError, route
 from torchtitan_matrixfsdp.layout.schedule import (
@@ -97,6 +98,7 @@ __all__ = [
     "aligned",
     "arrange_by_owner",
     "arrange_in_slices",
+    "assign_replicas",
     "broadcast_volume",
     "build_roles",
     "canonical_fqn",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchtitan_matrixfsdp.layout.costs import gamma
@@ -23,7 +23,8 @@ class PlanError(ValueError):
 class MatrixShard:
     """What one parameter knows of the plan, tail parameters included.
 
-    ``shape`` is the logical shape; ``owner`` is a rank within the shard group of ``block``.
+    ``shape`` is the logical shape (the fragment's in a ``fragmented`` block); ``owner`` is a rank
+    within the shard group of ``block``.
     """
 
     fqn: str
@@ -88,6 +89,16 @@ class BlockPlan:
         """Returns what is reduced: the trainable parameters alone."""
         kept = tuple(shard for shard in self.shards if shard.trainable)
         return self if kept == self.shards else BlockPlan(self.name, self.world_size, kept)
+
+    def fragmented(self, shapes: Mapping[str, tuple[int, ...]]) -> BlockPlan:
+        """Returns the block of one tensor-parallel rank: the same owners and order, with each
+        parameter's fragment in the place of the whole.
+
+        ``shapes`` gives every fragment's shape by FQN. A plan itself is always made of logical
+        shapes: it is then the same on every rank, even where fragments are uneven.
+        """
+        kept = tuple(replace(shard, shape=shapes[shard.fqn]) for shard in self.shards)
+        return BlockPlan(self.name, self.world_size, kept)
 
     # Both maps hold owners only. W entries per block would be too many for thousands of ranks.
     @cached_property

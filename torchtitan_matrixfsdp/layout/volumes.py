@@ -10,6 +10,7 @@ sends what it carries, once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -69,63 +70,59 @@ class TransportModel:
     Attributes:
         arrange: the block buffer's arrangement.
         gather, reduce: what a rank sends in one gather or one reduction.
-        busiest: the most elements that any rank sends or receives in a gather. A reduction is the
-            gather turned round, so it is the same there.
-        rounds: messages of one operation that must follow one another; latency is paid for each.
+        busiest: the most elements that any rank sends or receives in a gather, and the messages
+            that must follow one another; latency is paid for each. A reduction is the gather
+            turned round, so both are the same there.
+        relays: whether ranks pass on what others sent before all of it has arrived, so that each
+            of those messages also waits for a chunk.
     """
 
     arrange: Callable[[BlockPlan], BufferLayout]
     gather: VolumeOf
     reduce: VolumeOf
-    busiest: Callable[[BufferLayout], int]
-    rounds: Callable[[BufferLayout], int]
+    busiest: Callable[[BufferLayout], Volume]
+    relays: bool = False
 
 
 # The volumes are closed forms, the schedules are lists: tests hold one against the other.
 def _p2p_gather(layout: BufferLayout, rank: int) -> Volume:
     others = layout.block.world_size - 1
-    return Volume(others * layout.owned_numel(rank), others * len(layout.runs(rank)))
+    return Volume(others * layout.packed_numel(rank), others * len(layout.runs(rank)))
 
 
 def _p2p_reduce(layout: BufferLayout, rank: int) -> Volume:
     others = [owner for owner in layout.block.owners if owner != rank]
-    elements = sum(layout.owned_numel(owner) for owner in others)
+    elements = sum(layout.packed_numel(owner) for owner in others)
     return Volume(elements, sum(len(layout.runs(owner)) for owner in others))
 
 
-def _p2p_busiest(layout: BufferLayout) -> int:
+def _p2p_busiest(layout: BufferLayout) -> Volume:
     block = layout.block
-    return (block.world_size - 1) * max(map(layout.owned_numel, block.owners), default=0)
-
-
-def _p2p_rounds(layout: BufferLayout) -> int:
-    return layout.block.world_size - 1  # a rank's sends leave one after another
+    largest = max(map(layout.packed_numel, block.owners), default=0)
+    # A rank's sends leave one after another: an all-gather of slices as large costs the same.
+    return ring_volume(largest, block.world_size)
 
 
 def _broadcast_gather(layout: BufferLayout, rank: int) -> Volume:
     block = layout.block
     volumes = (
-        broadcast_volume(layout.owned_numel(root), root, rank, block.world_size)
+        broadcast_volume(layout.packed_numel(root), root, rank, block.world_size)
         for root in block.owners
     )
     return sum(volumes, Volume())
 
 
 def _broadcast_reduce(layout: BufferLayout, rank: int) -> Volume:
-    volumes = (reduce_volume(layout.owned_numel(o), o, rank) for o in layout.block.owners)
+    volumes = (reduce_volume(layout.packed_numel(o), o, rank) for o in layout.block.owners)
     return sum(volumes, Volume())
 
 
-def _broadcast_busiest(layout: BufferLayout) -> int:
-    block = layout.block
-    owned = [layout.owned_numel(rank) for rank in block.owners]
-    spared = min(owned) if len(owned) == block.world_size else 0
-    return sum(owned) - spared
-
-
-def _broadcast_rounds(layout: BufferLayout) -> int:
+def _broadcast_busiest(layout: BufferLayout) -> Volume:
+    size = layout.block.world_size
+    owned = [layout.packed_numel(rank) for rank in layout.block.owners]
+    spared = min(owned) if len(owned) == size else 0
     # Each passes around the ring, and one communicator runs them in turn.
-    return len(layout.block.owners) * (layout.block.world_size - 1)
+    return Volume(sum(owned) - spared, (size - 1) * sum(numel > 0 for numel in owned))
 
 
 def _balanced_gather(layout: BufferLayout, rank: int) -> Volume:
@@ -138,46 +135,28 @@ def _balanced_reduce(layout: BufferLayout, rank: int) -> Volume:
     return ring + transfer_volume(overflow_reduce_of(layout, rank), rank)
 
 
-def _balanced_busiest(layout: BufferLayout) -> int:
-    ring = ring_volume(layout.slice_numel, layout.block.world_size)
-    overflow = [
-        transfer
-        for owner in layout.block.owners
-        for transfer in overflow_gather_of(layout, owner)
-        if transfer.src == owner
-    ]
-    moved: dict[tuple[str, int], int] = {}
-    for transfer in overflow:
-        for side in (("sent", transfer.src), ("received", transfer.dst)):
-            moved[side] = moved.get(side, 0) + transfer.segment.numel
-    return ring.elements + max(moved.values(), default=0)
-
-
-def _balanced_rounds(layout: BufferLayout) -> int:
-    overflow = (transfer_volume(overflow_gather_of(layout, r), r) for r in layout.block.owners)
-    ring = ring_volume(layout.slice_numel, layout.block.world_size)
-    return ring.messages + max((volume.messages for volume in overflow), default=0)
+def _balanced_busiest(layout: BufferLayout) -> Volume:
+    elements: Counter[tuple[str, int]] = Counter()
+    messages: Counter[tuple[str, int]] = Counter()
+    for owner in layout.block.owners:
+        for transfer in overflow_gather_of(layout, owner):
+            if transfer.src == owner:
+                for side in (("sent", owner), ("received", transfer.dst)):
+                    elements[side] += transfer.segment.numel
+                    messages[side] += 1
+    overflow = Volume(max(elements.values(), default=0), max(messages.values(), default=0))
+    return ring_volume(layout.slice_numel, layout.block.world_size) + overflow
 
 
 # In the order of preference among equals: an all-gather is what backends run best.
 TRANSPORT_MODELS: Mapping[str, TransportModel] = MappingProxyType(
     {
         "balanced": TransportModel(
-            arrange_in_slices,
-            _balanced_gather,
-            _balanced_reduce,
-            _balanced_busiest,
-            _balanced_rounds,
+            arrange_in_slices, _balanced_gather, _balanced_reduce, _balanced_busiest
         ),
-        "p2p": TransportModel(
-            arrange_by_owner, _p2p_gather, _p2p_reduce, _p2p_busiest, _p2p_rounds
-        ),
+        "p2p": TransportModel(arrange_by_owner, _p2p_gather, _p2p_reduce, _p2p_busiest),
         "broadcast": TransportModel(
-            arrange_by_owner,
-            _broadcast_gather,
-            _broadcast_reduce,
-            _broadcast_busiest,
-            _broadcast_rounds,
+            arrange_by_owner, _broadcast_gather, _broadcast_reduce, _broadcast_busiest, relays=True
         ),
     }
 )
@@ -185,13 +164,16 @@ TRANSPORT_MODELS: Mapping[str, TransportModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """What a link costs: seconds per message that must wait for another, bytes per second.
+    """What a link costs: seconds per message that must wait for another, bytes per second, and the
+    bytes that a relaying rank receives before it sends them on.
 
-    The defaults are one 200 Gbit/s port per rank. Only their ratio matters to a choice.
+    The defaults are one 200 Gbit/s port per rank and NCCL's order of chunk. Only their ratios
+    matter to a choice.
     """
 
     latency_s: float = 5e-6
     bytes_per_s: float = 25e9
+    chunk_bytes: int = 512 * 1024
 
 
 def transport_seconds(
@@ -199,14 +181,20 @@ def transport_seconds(
 ) -> float:
     """Returns the modelled seconds of a step's transfers of one block: two gathers, one reduction.
 
-    Each operation takes what its busiest rank sends or receives, at the link's rate, and one
-    latency per round.
+    Each operation takes what its busiest rank sends or receives, at the link's rate, and for each
+    round one latency; a relayed one waits for a chunk besides, of the mean message at most.
     """
     model = TRANSPORT_MODELS[name]
-    layout, reduced = model.arrange(block), model.arrange(block.trainable())
-    nbytes = 2 * model.busiest(layout) * gather_itemsize + model.busiest(reduced) * reduce_itemsize
-    rounds = 2 * model.rounds(layout) + model.rounds(reduced)
-    return nbytes / link.bytes_per_s + rounds * link.latency_s
+    gather = model.busiest(model.arrange(block))
+    trainable = block.trainable()
+    reduce = gather if trainable is block else model.busiest(model.arrange(trainable))
+    nbytes = 2 * gather.elements * gather_itemsize + reduce.elements * reduce_itemsize
+    rounds = 2 * gather.messages + reduce.messages
+    wait = link.latency_s
+    if model.relays and block.owners:
+        mean_bytes = block.numel * gather_itemsize / len(block.owners)
+        wait += min(link.chunk_bytes, mean_bytes) / link.bytes_per_s
+    return nbytes / link.bytes_per_s + rounds * wait
 
 
 def choose_transport(

@@ -1,4 +1,4 @@
-"""Optimizers that step on local tensors, without a collective.
+"""Optimizers that step on local tensors. Without tensor parallelism they use no collective.
 
 Imports ``layout``, ``comm`` and ``runtime``.
 """
@@ -7,14 +7,22 @@ from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_ad
 from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, lr_scale
 from torchtitan_matrixfsdp.optim.newton_schulz import QUINTIC, newton_schulz
 from torchtitan_matrixfsdp.optim.stock import GatherMuon
+from torchtitan_matrixfsdp.optim.tp_exchange import (
+    TP_STEP,
+    TensorParallelMuon,
+    tensor_parallel_cut,
+)
 
 __all__ = [
     "ADJUST_LR",
     "QUINTIC",
+    "TP_STEP",
     "GatherMuon",
     "LocalStepOptimizer",
     "Muon",
+    "TensorParallelMuon",
     "create_adam_state",
     "lr_scale",
     "newton_schulz",
+    "tensor_parallel_cut",
 ]

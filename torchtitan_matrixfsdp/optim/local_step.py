@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_matrixfsdp.runtime import wrap_like
+from torchtitan_matrixfsdp.runtime import check_gradient, wrap_like
 
 InnerFactory = Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]
 """Makes the inner optimizer from groups of local tensors, and the parameter of each."""
@@ -35,14 +35,27 @@ class LocalStepOptimizer(Optimizer):
         params: parameters, or groups of them with options, as for any torch optimizer.
         factory: makes the inner optimizer; it must create its state eagerly (Muon here does,
             and :func:`create_adam_state` does it for Adam and AdamW).
+        step_view: for a parameter that only some of the ranks which store it step, the DTensor that
+            says which: over the parameter's own storage there, of numel 0 elsewhere. State has its
+            layout.
     """
 
-    def __init__(self, params: Any, factory: InnerFactory) -> None:
+    def __init__(
+        self,
+        params: Any,
+        factory: InnerFactory,
+        step_view: Callable[[torch.Tensor], DTensor | None] = lambda param: None,
+    ) -> None:
         entries = list(params)
         groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
         groups = [{**group, "params": list(group["params"])} for group in groups]
+        every_param = [param for group in groups for param in group["params"]]
+        self._layout: dict[torch.Tensor, torch.Tensor] = {
+            param: _or_itself(step_view(param), param) for param in every_param
+        }
         self._local: dict[torch.Tensor, torch.Tensor] = {
-            param: _local_parameter(param) for group in groups for param in group["params"]
+            param: _local_parameter(self._layout[param], param.requires_grad)
+            for param in every_param
         }
         local_groups = [
             {**group, "params": [self._local[p] for p in group["params"]]} for group in groups
@@ -72,7 +85,11 @@ class LocalStepOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the inner optimizer on this rank's local tensors; no collective of ours."""
+        """One step of the inner optimizer on local tensors; this class adds no collective.
+
+        Raises:
+            BufferStateError: the memory of a gradient was freed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,7 +97,12 @@ class LocalStepOptimizer(Optimizer):
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner_group.update({k: v for k, v in group.items() if k != "params"})
         for param, local in self._local.items():
+            if _is_empty_part(param, local):
+                # Stepped elsewhere: an empty gradient, so that step counters agree.
+                local.grad = None if param.grad is None else torch.zeros_like(local)
+                continue
             _follow_storage(param, local)
+            check_gradient(param)
             local.grad = None if param.grad is None else _plain(param.grad)
         self.inner.step()
         for local in self._local.values():
@@ -101,7 +123,7 @@ class LocalStepOptimizer(Optimizer):
             shown = self.state[param]
             for name, value in self.inner.state[local].items():
                 if name not in shown or _plain(shown[name]) is not value:
-                    shown[name] = _present(value, param, local)
+                    shown[name] = _present(value, self._layout[param], local)
 
 
 def create_adam_state(optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
@@ -137,8 +159,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _local_parameter(param: torch.Tensor) -> torch.Tensor:
-    return _plain(param).detach().requires_grad_(param.requires_grad)
+def _or_itself(view: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+    return param if view is None else view
+
+
+def _local_parameter(layout: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return _plain(layout).detach().requires_grad_(requires_grad)
+
+
+def _is_empty_part(param: torch.Tensor, local: torch.Tensor) -> bool:
+    return local.numel() == 0 and _plain(param).numel() > 0
 
 
 def _follow_storage(param: torch.Tensor, local: torch.Tensor) -> None:
@@ -148,6 +178,6 @@ def _follow_storage(param: torch.Tensor, local: torch.Tensor) -> None:
         local.data = current.detach()
 
 
-def _present(value: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
+def _present(value: Any, layout: torch.Tensor, local: torch.Tensor) -> Any:
     is_shard = isinstance(value, torch.Tensor) and value.shape == local.shape
-    return wrap_like(value, param) if is_shard else value
+    return wrap_like(value, layout) if is_shard else value

@@ -23,13 +23,16 @@ The one difference from ``torch.optim.Muon``: the orthogonalisation is scale-inv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
+
+PendingUpdate: TypeAlias = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+"""A parameter, its gradient and its group."""
 
 ADJUST_LR = ("original", "match_rms_adamw")
 
@@ -119,18 +122,32 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
+        self._update(
+            [
+                (param, param.grad, group)
+                for group in self.param_groups
+                for param in group["params"]
+                if param.grad is not None
+            ]
+        )
         return loss
 
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, pending: Sequence[PendingUpdate]) -> None:
+        # One matrix after another: a single update is alive at a time.
+        for param, grad, group in pending:
+            update = self._average(param, grad, group)
+            self._apply(param, self._orthogonalise(param, update, group["ns_steps"]), group)
+
+    def _average(
+        self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Moves the momentum buffer; returns what is to be orthogonalised, of ``grad``'s shape."""
         momentum = group["momentum"]
         buffer = self.state[param]["momentum_buffer"]
         buffer.lerp_(grad, 1 - momentum)
-        update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-        direction = self._orthogonalise(param, update, group["ns_steps"])
+        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+    def _apply(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         lr = group["lr"]
         scale = lr_scale(group["adjust_lr"], self._logical_shape(param))
         param.mul_(1 - lr * group["weight_decay"])

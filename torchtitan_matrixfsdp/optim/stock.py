@@ -19,7 +19,8 @@ from torchtitan_matrixfsdp.runtime import wrap_like
 
 
 class GatherMuon(Muon):
-    """Muon whose parameters are the local rows of ``Shard(0)`` DTensors.
+    """Muon whose parameters are the local parts of DTensors: rows, or under tensor parallelism
+    rows of a fragment.
 
     Args:
         params: groups of local tensors.

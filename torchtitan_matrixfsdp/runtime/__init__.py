@@ -1,16 +1,23 @@
 """Owner shards inside FSDP2's lifecycle.
 
 Imports ``layout`` and ``comm``. Private names of FSDP2 and DTensor are imported in
-:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only.
+:mod:`~torchtitan_matrixfsdp.runtime.fsdp_compat` only, checked in ``fsdp_check``, and used
+for older versions of torch in ``fsdp_older``.
 """
 
-from torchtitan_matrixfsdp.runtime.buffers import BufferStateError, OwnerContext
+from torchtitan_matrixfsdp.runtime.buffers import (
+    BufferStateError,
+    OwnerContext,
+    check_gradient,
+)
+from torchtitan_matrixfsdp.runtime.fsdp_older import count_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
-    Owner,
     OwnerDTensor,
     whole_tensor_random,
     wrap_like,
 )
+from torchtitan_matrixfsdp.runtime.owner_placement import Owner, owner_local_shape
+from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 
 __all__ = [
@@ -18,6 +25,10 @@ __all__ = [
     "Owner",
     "OwnerContext",
     "OwnerDTensor",
+    "PartitionedReplicas",
+    "check_gradient",
+    "count_unused_parameters",
+    "owner_local_shape",
     "owner_shard",
     "reset_iter_state",
     "whole_tensor_random",

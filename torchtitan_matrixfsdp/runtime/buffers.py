@@ -20,27 +20,33 @@ compute stream, where freeing needs no event. With one buffer, written by the co
 streams and read by the compute stream, the event decides: in forward the memory of block i is given
 back when block i+1 is waited for, after block i+1's gather was issued. That gather thus never
 waits for block i's compute, which is what lets them overlap; it is the same point at which stock
-frees its all-gather output. In backward and on CPU the memory is given back at once.
+frees its all-gather output. The last block's is given back when the root's forward ends, as stock
+does. Where nothing can overlap it is given back at once: in backward, where the gather that may
+overlap was issued a block earlier; where gathers run in the compute stream (``async_op``); on CPU.
 
 [Note: pinned gradients]
 The owner's reduced gradients of a block are views into one flat tensor, pinned from the reduction
-until the optimizer has consumed them (``grad`` is set to None). Reference counts keep the memory;
-they do not keep a transport, a pool or a hook from writing it again or from freeing its storage.
-:class:`GradientPins` knows what is pinned and raises in both cases.
+until the optimizer has consumed them (``grad`` is set to None). So is the sum over the shard group
+that waits for its all-reduce (HSDP with ``set_requires_all_reduce(False)``), until it is used.
+Reference counts keep the memory; they do not keep a transport, a pool or a hook from writing it
+again or from freeing its storage. :class:`GradientPins` knows what is pinned and raises in both
+cases.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_matrixfsdp.comm import TrafficCounter
-from torchtitan_matrixfsdp.runtime.fsdp_compat import local_of
+from torchtitan_matrixfsdp.runtime.fsdp_compat import dynamo_disable, local_of
 
 
 class BufferStateError(RuntimeError):
@@ -127,41 +133,61 @@ class BlockBuffer:
 
 @dataclass(frozen=True)
 class _Pin:
-    block: str
-    storage: int  # address
-    params: Sequence[nn.Parameter]
+    """Who relies on one storage: gradients of ``params``, or a partial sum."""
 
-    def holders(self) -> list[nn.Parameter]:
-        return [p for p in self.params if _gradient_storage(p) == self.storage]
+    block: str
+    params: Sequence[nn.Parameter] = ()
+    partial: weakref.ref[torch.Tensor] | None = None
+
+    def holds(self, storage: int) -> bool:
+        if self.partial is not None and self.partial() is not None:
+            return True
+        return any(_gradient_storage(p) == storage for p in self.params)
 
 
 class GradientPins:
-    """The flat gradients that an optimizer has yet to consume; see [Note: pinned gradients]."""
+    """The sums that an optimizer or an all-reduce has yet to consume; see
+    [Note: pinned gradients]."""
 
     def __init__(self) -> None:
-        self._pins: dict[str, _Pin] = {}
+        self._pins: dict[int, _Pin] = {}  # by the storage's address
 
     def check_unpinned(self, block: str, reduced: torch.Tensor) -> None:
-        """Check that a reduction's result is not memory that still holds gradients.
+        """Check that a reduction's result is not memory that still holds earlier ones.
 
         Raises:
-            BufferStateError: it is; the gradients there are lost already.
+            BufferStateError: it is; what was there is lost already.
         """
         if reduced.numel() == 0:
             return
         storage = reduced.untyped_storage().data_ptr()
-        for pin in self._pins.values():
-            if pin.storage == storage and pin.holders():
-                raise BufferStateError(
-                    f"block {block}: its reduction wrote into the memory of block {pin.block}'s "
-                    "gradients, which no optimizer has consumed yet. A transport must return "
-                    "storage of its own."
-                )
+        pin = self._pins.get(storage)
+        if pin is not None and pin.holds(storage):
+            raise BufferStateError(
+                f"block {block}: its reduction wrote into the memory of block {pin.block}'s "
+                "gradients, which nobody has consumed yet. A transport must return storage of its "
+                "own."
+            )
 
-    def pin(self, block: str, flat: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Note that the gradients of ``params`` are views into ``flat``."""
-        if flat.numel():
-            self._pins[block] = _Pin(block, flat.untyped_storage().data_ptr(), tuple(params))
+    def pin(self, block: str, params: Sequence[nn.Parameter]) -> None:
+        """Pin the memory that the gradients of ``params`` are in now.
+
+        Raises:
+            BufferStateError: a hook has freed it already.
+        """
+        by_storage: dict[int, list[nn.Parameter]] = {}
+        for param in params:
+            check_gradient(param, f"block {block}: ")
+            by_storage.setdefault(_gradient_storage(param), []).append(param)
+        by_storage.pop(0, None)
+        # An earlier microbatch's memory stays pinned: it is where the sum is accumulated.
+        self._pins |= {storage: _Pin(block, held) for storage, held in by_storage.items()}
+
+    def pin_partial(self, block: str, partial: torch.Tensor) -> None:
+        """Pin ``partial``, which waits for its all-reduce, for as long as the tensor lives."""
+        if partial.numel():
+            pin = _Pin(block, partial=weakref.ref(partial))
+            self._pins[partial.untyped_storage().data_ptr()] = pin
 
     def verify(self, block: str) -> None:
         """Check that the pinned gradients of ``block`` still have their memory.
@@ -169,17 +195,30 @@ class GradientPins:
         Raises:
             BufferStateError: the storage was freed before the optimizer consumed it.
         """
-        pin = self._pins.get(block)
-        if pin is None:
-            return
-        for param in pin.params:
-            if param.grad is not None and _is_freed(param.grad):
-                raise BufferStateError(
-                    f"block {block}: the storage of a gradient of shape {tuple(param.shape)} was "
-                    "freed before an optimizer consumed it"
-                )
-        if not pin.holders():
-            del self._pins[block]
+        for storage, pin in list(self._pins.items()):
+            if pin.block != block:
+                continue
+            for param in pin.params:
+                check_gradient(param, f"block {block}: ")
+            if not pin.holds(storage):
+                del self._pins[storage]
+
+
+def check_gradient(param: torch.Tensor, where: str = "") -> None:
+    """Check that the gradient of ``param``, if there is one, has memory. Reading it without would
+    not raise, but crash. The message begins with ``where``.
+
+    Raises:
+        BufferStateError: the storage was freed before the optimizer consumed it.
+    """
+    if param.grad is None:
+        return
+    local = _local_gradient(param.grad)
+    if local.numel() > 0 and local.untyped_storage().size() == 0:
+        raise BufferStateError(
+            f"{where}the storage of a gradient of shape {tuple(param.shape)} was freed before an "
+            "optimizer consumed it"
+        )
 
 
 @dataclass
@@ -196,39 +235,58 @@ class OwnerContext:
     counter: TrafficCounter = field(default_factory=TrafficCounter)
     pins: GradientPins = field(default_factory=GradientPins)
     defer_release: bool | None = None
-    _retired: list[tuple[BlockBuffer, torch.Event]] = field(default_factory=list)
+    _retired: dict[BlockBuffer, tuple[torch.Event, Callable[[torch.Event], None]]] = field(
+        default_factory=dict
+    )
+    _roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _connected: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def defer(self, buffer: BlockBuffer, event: torch.Event) -> None:
-        """Release ``buffer``, just retired, at the next :meth:`release_retired`; ``event`` was
-        recorded after its last reader."""
-        self._retired.append((buffer, event))
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """One collective on ``group`` before its first transfer, once per group.
 
-    def release_retired(self, wait: Callable[[torch.Event], None]) -> None:
-        """Make the gather streams ``wait`` for the readers of the deferred buffers, then free."""
-        for buffer, event in self._retired:
+        NCCL connects a group's ranks in its first operation, which all of them must take part in;
+        in a batch of sends and receives some ranks may have nothing to post.
+        """
+        if all(known is not group for known in self._connected):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self._connected.append(group)
+
+    def defer(
+        self, buffer: BlockBuffer, event: torch.Event, wait: Callable[[torch.Event], None]
+    ) -> None:
+        """Release ``buffer``, just retired, at the next :meth:`release_retired`.
+
+        Args:
+            buffer: the retired buffer.
+            event: recorded after its last reader.
+            wait: makes the streams that could reuse the memory wait for an event. Each root has
+                gather streams of its own, so that it goes with the buffer.
+        """
+        self._retired[buffer] = event, wait
+
+    def release_retired(self) -> None:
+        """Order the readers of the deferred buffers before any reuse, then free."""
+        for buffer, (event, wait) in self._retired.items():
             wait(event)
             buffer.release()
         self._retired.clear()
 
+    def release_after(self, root: nn.Module) -> None:
+        """Release what is still deferred whenever a forward of ``root`` ends. Idempotent."""
+        if root not in self._roots:
+            self._roots.add(root)
+            root.register_forward_hook(dynamo_disable(lambda *_: self.release_retired()))
+
     def revive(self, buffer: BlockBuffer) -> torch.Event | None:
         """Take back a deferred ``buffer`` that is to be gathered again; the event to wait for
         before anything is written, ``None`` if it was not deferred."""
-        for index, (retired, event) in enumerate(self._retired):
-            if retired is buffer:
-                del self._retired[index]
-                return event
-        return None
+        event, _ = self._retired.pop(buffer, (None, None))
+        return event
 
 
 def _gradient_storage(param: nn.Parameter) -> int:
-    if param.grad is None:
-        return 0
-    return _local_gradient(param.grad).untyped_storage().data_ptr()
-
-
-def _is_freed(grad: torch.Tensor) -> bool:
-    local = _local_gradient(grad)
-    return local.numel() > 0 and local.untyped_storage().size() == 0
+    """The address of the memory of the parameter's gradient on this rank, 0 for none."""
+    return 0 if param.grad is None else _local_gradient(param.grad).untyped_storage().data_ptr()
 
 
 def _local_gradient(grad: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The one file that names private parts of FSDP2 and DTensor.
+"""The one file that uses private parts of FSDP2 and DTensor, and knows torch's versions.
 
 [Note: what we lean on]
 FSDP2 has no public hook for "another placement" or "another collective with uneven sizes".
@@ -10,98 +10,115 @@ and ``FSDPParam``. Stock methods find these names in their module's globals, so
 of torch is modified, and a name that torch no longer uses raises at import instead of
 silently running stock code.
 
-Everything here was read and run against torch 2.13. The version check below is the contract:
-another minor version fails at import with the supported range.
+[Note: torch versions]
+torch 2.11, 2.12 and 2.13 differ in what we lean on, and nothing but this file and ``fsdp_older``
+knows how:
+
+- 2.11 holds one parameter group per module, later ones a list;
+- 2.11 gives a parameter its mesh before ``_init_sharded_param``, later ones pass it in, and
+  look for parameters managed twice;
+- ``foreach_reduce`` also returns the stream of its last event from 2.13 on;
+- 2.13 puts another decorator on ``unshard`` and ``wait_for_unshard``, and 2.12 on
+  ``post_backward``;
+- 2.11 never calls the ``__torch_dispatch__`` of a DTensor subclass;
+- only 2.13 has ``reset_iter_state`` and counts unused parameters as zero gradients. For the
+  others both are written in ``fsdp_older``.
+
+``fsdp_check`` stops every other minor version, and a release in the range that lacks a name.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-SUPPORTED_TORCH = (2, 13)
+from torchtitan_matrixfsdp.runtime.fsdp_check import RANGE, SUPPORTED_TORCH, TORCH
 
-
-def _check_torch_version() -> None:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) != SUPPORTED_TORCH:
-        raise ImportError(
-            f"torchtitan_matrixfsdp.runtime supports torch >= 2.13, < 2.14, found "
-            f"{torch.__version__}: it relies on private FSDP2 names that change between minor "
-            'versions. Install a supported one: pip install "torch>=2.13,<2.14".'
-        )
-
-
-_check_torch_version()
-
-from torch._prims_common import make_contiguous_strides_for  # noqa: E402
-from torch.distributed.device_mesh import _get_device_handle  # noqa: E402
-from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
+# isort: split
+# The line above has checked the installed torch. Only now its private parts.
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     TrainingState,
-    _disable_functorch_if_active,
-    _dynamo_disable,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_init import (  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
     _get_mesh_info,
     _get_post_forward_mesh_info,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import (  # noqa: E402
-    FSDPParam,
-    ShardedState,
-    _get_orig_param_uid,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
-from torch.distributed.tensor.placement_types import Placement  # noqa: E402
-from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types  # noqa: E402
-from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
 __all__ = [
     "SUPPORTED_TORCH",
     "AllGather",
     "AllGatherResult",
     "DTensorSpec",
+    "DispatchingDTensor",
     "FSDPMeshInfo",
     "FSDPParam",
     "FSDPParamGroup",
     "ReduceScatter",
+    "Reduction",
     "ShardedState",
     "TrainingState",
     "append_param_group",
+    "claim_original",
+    "concatenate_meshes",
     "contiguous_strides",
     "device_handle",
     "disable_functorch_if_active",
     "drop_unsharded_gradients",
     "dynamo_disable",
+    "groups_of",
+    "init_mesh_info",
     "local_of",
+    "local_shape_and_offset",
     "make_spec",
     "mesh_device",
     "mesh_infos",
-    "orig_param_uid",
-    "param_groups",
+    "param_groups_of",
     "post_accumulate_grad_hooks",
     "rebind",
+    "reduce_adapter",
     "register_foreach_type",
+    "root_of",
     "set_local",
     "spec_of",
 ]
 
+_Method = Callable[..., Any]
 
-# The decorators that FSDP2 puts on the methods which we rebind.
-disable_functorch_if_active = _disable_functorch_if_active
-dynamo_disable = _dynamo_disable
+
+# The decorators that FSDP2 puts on the methods which we rebind, where it does.
+def disable_functorch_if_active(method: _Method) -> _Method:
+    """What FSDP2 decorates ``unshard`` and ``wait_for_unshard`` with (nothing before 2.13)."""
+    return _fsdp_common._disable_functorch_if_active(method) if TORCH >= (2, 13) else method
+
+
+def dynamo_disable(method: _Method) -> _Method:
+    """What FSDP2 decorates ``post_backward`` with (nothing in 2.11)."""
+    return _fsdp_common._dynamo_disable(method) if TORCH >= (2, 12) else method
 
 
 def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., Any]:
@@ -122,7 +139,7 @@ def rebind(function: Callable[..., Any], **replacements: Any) -> Callable[..., A
     if missing:
         raise RuntimeError(
             f"{function.__qualname__} of torch {torch.__version__} no longer uses {missing}; "
-            "owner groups cannot be attached. Install a supported torch: >= 2.13, < 2.14."
+            f"owner groups cannot be attached. Install a supported torch: {RANGE}."
         )
     copy = types.FunctionType(
         inner.__code__,
@@ -149,7 +166,7 @@ def mesh_infos(
 ) -> tuple[FSDPMeshInfo, FSDPMeshInfo | None]:
     """FSDP2's description of a 1D (shard) or 2D (replicate, shard) mesh, and of the mesh that
     parameters are resharded to after forward (``None``: they are not)."""
-    info = _get_mesh_info(mesh, None)
+    info = _get_mesh_info(mesh)
     assert isinstance(info, FSDPMeshInfo)
     return info, _get_post_forward_mesh_info(reshard_after_forward, info)
 
@@ -159,14 +176,52 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return _get_device_from_mesh(mesh)
 
 
-def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
-    """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks."""
-    fully_shard.state(module)._fsdp_param_groups.append(group)  # type: ignore[attr-defined]
+def init_mesh_info(param: FSDPParam, mesh_info: FSDPMeshInfo | None) -> FSDPMeshInfo:
+    """Give ``param`` its mesh at the start of ``_init_sharded_param``; ``mesh_info`` is what
+    torch passed there (``None`` in 2.11, whose constructor has set it before)."""
+    if TORCH >= (2, 12):
+        assert mesh_info is not None
+        param.mesh_info = mesh_info
+        param._shard_mesh = param._init_shard_mesh()
+    assert isinstance(param.mesh_info, FSDPMeshInfo)
+    return param.mesh_info
 
 
-def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
+def param_groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups that FSDP2 runs for ``module``'s hooks."""
-    return list(fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
+    return groups_of(fully_shard.state(module))  # type: ignore[attr-defined]
+
+
+def groups_of(state: Any) -> list[FSDPParamGroup]:
+    if TORCH >= (2, 12):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def append_param_group(module: nn.Module, group: FSDPParamGroup) -> None:
+    """Add ``group`` to the parameter groups that FSDP2 runs for ``module``'s hooks.
+
+    Raises:
+        RuntimeError: torch 2.11, which holds one group, and ``module`` has one.
+    """
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    if TORCH >= (2, 12):
+        state._fsdp_param_groups.append(group)
+        return
+    if state._fsdp_param_group is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} has a parameter group already, and torch "
+            f"{torch.__version__} runs one per module. Shard its other parameters in modules of "
+            "their own, or install torch >=2.12."
+        )
+    state._fsdp_param_group = group
+
+
+def root_of(module: nn.Module) -> nn.Module | None:
+    """The root whose first forward made ``module`` part of it; ``None`` before that."""
+    states = fully_shard.state(module)._state_ctx.all_states  # type: ignore[attr-defined]
+    root: nn.Module | None = states[0]._modules[0] if states else None
+    return root
 
 
 def device_handle(device: torch.device) -> Any:
@@ -174,14 +229,70 @@ def device_handle(device: torch.device) -> Any:
     return _get_device_handle(device.type)
 
 
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of both, which are parts of one mesh."""
+    return DeviceMesh._concatenate([first, second])
+
+
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     """Row-major strides of ``shape``, in elements."""
     return make_contiguous_strides_for(shape)
 
 
-def orig_param_uid(param: nn.Parameter) -> int:
-    """FSDP2's identity of an original parameter, by which it finds one managed twice."""
-    return _get_orig_param_uid(param)
+def claim_original(param: nn.Parameter, fqn: str) -> int:
+    """Note that an owner group manages the original parameter ``param`` as ``fqn``. Returns its
+    identity, by which FSDP2 finds parameters that stock groups manage too (2.12 or newer).
+
+    Raises:
+        ValueError: another owner parameter was made of it. Both would train apart.
+    """
+    owned_as = vars(param).setdefault("_owned_as", fqn)
+    if owned_as != fqn:
+        raise ValueError(
+            f"{fqn}: this parameter is shared with {owned_as}, which an owner group manages "
+            "already. Shared parameters must be in one FSDP unit: untie them, or shard both "
+            "modules with fully_shard([module_a, module_b])."
+        )
+    return _fsdp_param._get_orig_param_uid(param) if TORCH >= (2, 12) else id(param)
+
+
+class _SubclassDispatch(TorchDispatchMode):
+    """Hands operators on a :class:`DispatchingDTensor` to its ``__torch_dispatch__``."""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for cls in types:
+            if issubclass(cls, DispatchingDTensor):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchingDTensor(DTensor):
+    """Base of a DTensor class that answers operators in its own ``__torch_dispatch__``.
+
+    torch 2.11 takes every subclass for a plain DTensor there (pytorch/pytorch#177716) and never
+    calls it. A dispatch mode comes before that short cut, so each call of torch's Python API on
+    such a tensor runs under one. What torch's C++ calls by itself, it calls on no owner shard:
+    autograd only ever sees the unsharded parameter.
+    """
+
+    if TORCH < (2, 12):
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass(), _SubclassDispatch():
+                return func(*args, **(kwargs or {}))
 
 
 def make_spec(
@@ -193,6 +304,16 @@ def make_spec(
     """A DTensor spec of a contiguous global tensor of ``shape`` and ``dtype``."""
     meta = TensorMeta(shape, contiguous_strides(shape), dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def local_shape_and_offset(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What ``Shard`` placements leave of ``shape`` on this rank, and where it begins.
+
+    Placements that are no shards count as replication. An empty part begins at the end.
+    """
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -214,7 +335,7 @@ def drop_unsharded_gradients(module: nn.Module) -> None:
     """Forget what autograd has accumulated under ``module`` and no reduction has taken yet."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            for group in fully_shard.state(submodule)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in param_groups_of(submodule):
                 for param in group.fsdp_params:
                     param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):  # absent before the first gather
@@ -236,3 +357,48 @@ def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[nn.Paramet
     """The hooks that run once a gradient has been accumulated into ``param``."""
     hooks = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What stands in for ``foreach_reduce`` hands back to ``post_backward``.
+
+    Attributes:
+        scatter_input: the packed gradients, held until ``scatter_event`` has passed.
+        scatter_event: recorded when ``scatter_input`` is no longer read (``None`` on CPU, as
+            all events).
+        post_stream: where ``post_event`` was recorded.
+        post_event: recorded when the sharded gradients are complete.
+        all_reduce_input: what the replicas sum, held until ``all_reduce_event`` has passed.
+        all_reduce_event: recorded after that sum.
+        partial_output: reduced over the shard group only, when the sum over replicas waits for
+            a later microbatch.
+    """
+
+    scatter_input: torch.Tensor
+    scatter_event: torch.Event | None
+    post_stream: torch.Stream
+    post_event: torch.Event | None
+    all_reduce_input: torch.Tensor | None = None
+    all_reduce_event: torch.Event | None = None
+    partial_output: torch.Tensor | None = None
+
+
+def reduce_adapter(reduce: Callable[..., Reduction]) -> Callable[..., tuple[Any, ...]]:
+    """``reduce``, which takes the parameters of ``foreach_reduce``, with the result that this
+    torch's ``post_backward`` unpacks."""
+
+    @functools.wraps(reduce)
+    def in_stock_form(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        done = reduce(*args, **kwargs)
+        return (
+            done.scatter_input,
+            done.scatter_event,
+            *((done.post_stream,) if TORCH >= (2, 13) else ()),
+            done.post_event,
+            done.all_reduce_input,
+            done.all_reduce_event,
+            done.partial_output,
+        )
+
+    return in_stock_form

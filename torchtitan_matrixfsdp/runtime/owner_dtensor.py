@@ -1,17 +1,30 @@
 """The shard as the rest of PyTorch sees it.
 
 [Note: owner DTensors]
-An owner-shaped parameter is a DTensor whose last mesh dimension has the placement
-``Owner(rank)``: the local tensor is the whole tensor on that group-local rank and has numel 0
-elsewhere. It is not a ``Shard``: DTensor and DCP compute a Shard's chunks from the spec, which
-would not match these. So ``Owner`` is a placement of its own, and DTensor's sharding
-propagation knows nothing about it; :class:`OwnerDTensor` answers each operator itself:
+An owner-shaped tensor is a DTensor with the placement ``Owner(rank)`` on at least one dimension
+of its mesh; the other dimensions have ``Replicate()`` or, under tensor parallelism, ``Shard(d)``.
+A rank whose coordinate is the owner's in *every* ``Owner`` dimension stores its *fragment*: what
+the ``Shard`` dimensions leave of the tensor, the whole of it where there are none. All other ranks
+store numel 0, of shape ``[0, *fragment[1:]]``. The layouts in use:
+
+| mesh              | placements                 | the tensor lives                         |
+|-------------------|----------------------------|------------------------------------------|
+| shard             | Owner(k)                   | whole on one rank                        |
+| replicate, shard  | Replicate, Owner(k)        | whole on one rank of each replica        |
+| replicate, shard  | Owner(i), Owner(k)         | whole on one rank of one replica         |
+| shard, tp         | Owner(k), Shard(d)         | in fragments on rank k's column          |
+| shard, tp         | Owner(k), Replicate        | whole on every rank of that column       |
+
+``Owner`` is not a ``Shard``: DTensor and DCP compute a Shard's chunks from the spec, which would
+not match these. So it is a placement of its own, and DTensor's sharding propagation knows nothing
+about it; :class:`OwnerDTensor` answers each operator itself:
 
 - elementwise operators and copies run on the local tensors (they are right for any shard
-  shape, provided all operands have the same owner);
-- norms run on an uneven ``Shard(0)`` spelling of the same local tensors, so that the result is
-  an ordinary DTensor which adds up over ranks with those of row-sharded parameters;
-- in-place random operators draw at full size on every rank and keep the owner's copy, so
+  shape, provided all operands have the same layout);
+- norms spell ``Owner`` as an uneven ``Shard(0)`` of the same local tensors, so that the result is
+  an ordinary DTensor which adds up over ranks with those of row-sharded parameters: each element
+  once, whatever the mesh (``Replicate`` dimensions count once, fragments add up);
+- in-place random operators draw at full size on every rank and keep the owner's part, so
   every generator advances as for the unsharded tensor ([Note: layout-independent weights]);
 - ``any`` is that of the whole tensor, on every rank (the rejection loop of ``trunc_normal_``);
 - everything else raises. A silent redistribution would be a hidden collective on one rank.
@@ -29,7 +42,6 @@ later weights would differ. Cost: one transient full-size tensor per call, at st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,36 +60,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
+    DispatchingDTensor,
     DTensorSpec,
     local_of,
+    local_shape_and_offset,
     make_spec,
     spec_of,
 )
+from torchtitan_matrixfsdp.runtime.owner_placement import (
+    Owner,
+    check_owner_layout,
+    is_owner_in,
+    owner_local_shape,
+)
 
 _aten = torch.ops.aten
-
-
-class Owner(Placement):
-    """Placement: the whole tensor on group-local rank ``owner`` of a mesh dimension."""
-
-    def __init__(self, owner: int) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Owner) and other.owner == self.owner
-
-    def __hash__(self) -> int:
-        return hash(("Owner", self.owner))
-
-    def __repr__(self) -> str:
-        return f"Owner({self.owner})"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[type[Owner], tuple[int]]:
-        # The C++ base has no pickle support, and async checkpoint staging pickles specs.
-        return (Owner, (self.owner,))
 
 
 # Operators that make or fill a tensor of the same layout, and are not tagged pointwise.
@@ -110,41 +107,68 @@ _FOREACH = frozenset(
 _RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
 
 
-class OwnerDTensor(DTensor):
-    """A DTensor that lives whole on one shard rank and is empty elsewhere.
+class OwnerDTensor(DispatchingDTensor):
+    """A DTensor that lives on one rank of some mesh dimensions and is empty on the others.
 
-    See [Note: owner DTensors] for the operators it answers.
+    See [Note: owner DTensors] for the layouts and for the operators it answers.
     """
+
+    _arriving: dist.Work | None = None
+
+    def arrives_with(self, work: dist.Work) -> None:
+        """Say that ``work`` is writing the local tensor; whoever reads it here waits first."""
+        self._arriving = work
+
+    def wait_arrival(self) -> None:
+        """Order the current stream (on CPU, the host) behind the write under way, if any."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
 
     @property
     def owner(self) -> int:
-        """Group-local shard rank that holds the tensor."""
-        placement = self.placements[-1]
-        assert isinstance(placement, Owner)
-        return placement.owner
+        """The owner in the shard group: the rank of the last ``Owner`` dimension of the mesh."""
+        return [p.owner for p in self.placements if isinstance(p, Owner)][-1]
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank holds the tensor."""
-        return self.device_mesh.get_local_rank(self.device_mesh.ndim - 1) == self.owner
+        """Whether this rank stores a fragment: it is the owner in every ``Owner`` dimension."""
+        return is_owner_in(self.device_mesh, self.placements)
 
     @classmethod
     def wrap(
-        cls, local: torch.Tensor, mesh: DeviceMesh, owner: int, shape: torch.Size
+        cls,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: torch.Size,
     ) -> OwnerDTensor:
-        """An owner DTensor of global ``shape`` over ``local`` (whole on the owner, numel 0
-        elsewhere), sharing its storage. The leading mesh dimension of a 2D mesh replicates."""
-        placements = (Replicate(),) * (mesh.ndim - 1) + (Owner(owner),)
-        return cls.from_spec(local, make_spec(mesh, placements, shape, local.dtype))
+        """An owner DTensor of global ``shape`` over ``local``, sharing its storage.
+
+        ``local`` has the shape that :func:`owner_local_shape` gives, and any dtype.
+
+        Raises:
+            ValueError: the placements fit neither the mesh nor ``shape``, or ``local`` has
+                another shape.
+        """
+        check_owner_layout(mesh, placements, shape)
+        expected = owner_local_shape(mesh, placements, shape)
+        if local.shape != expected:
+            raise ValueError(
+                f"owner DTensor of shape {tuple(shape)} with placements {tuple(placements)}: the "
+                f"local tensor is {tuple(local.shape)}, expected {tuple(expected)} on this rank"
+            )
+        return cls.from_spec(local, make_spec(mesh, tuple(placements), shape, local.dtype))
 
     @classmethod
     def from_spec(cls, local: torch.Tensor, spec: DTensorSpec) -> OwnerDTensor:
-        """An owner DTensor over ``local`` with an existing spec."""
+        """An owner DTensor over ``local`` with an existing spec, unchecked."""
         return cls(local, spec, requires_grad=False)
 
     def like(self, local: torch.Tensor) -> OwnerDTensor:
         """``local`` (of this tensor's local shape, any dtype) as a tensor of the same layout."""
-        return OwnerDTensor.wrap(local, self.device_mesh, self.owner, self.shape)
+        spec = make_spec(self.device_mesh, self.placements, self.shape, local.dtype)
+        return OwnerDTensor.from_spec(local, spec)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -163,7 +187,7 @@ class OwnerDTensor(DTensor):
         if func in _NORMS:
             return _norm(func, args, kwargs)
         if func in _NEW_LIKE and tuple(args[1]) == tuple(args[0].shape):
-            local = local_of(args[0])
+            local = _settled(args[0])
             return args[0].like(func(local, list(local.shape), *args[2:], **kwargs))
         name = func._schema.name
         if name in _FOREACH:
@@ -178,16 +202,36 @@ class OwnerDTensor(DTensor):
             ".to_local() for this rank's part or .full_tensor() to gather it on every rank."
         )
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank of the shard group: one explicit broadcast.
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, as :meth:`DTensor.to_local`."""
+        self.wait_arrival()
+        return super().to_local(grad_placements=grad_placements)
 
-        Not differentiable; every rank of the group must call it.
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank of the mesh: an explicit broadcast over each ``Owner``
+        dimension, then an all-gather of the fragments where there are ``Shard`` dimensions.
+
+        Not differentiable; every rank of the mesh must call it.
         """
-        local = local_of(self)
-        whole = local.detach().clone() if self.is_owner else local.new_empty(self.shape)
-        group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
-        dist.broadcast(whole, group=group, group_src=self.owner)
-        return whole
+        mesh, local = self.device_mesh, _settled(self).detach()
+        sizes, _ = local_shape_and_offset(self.shape, mesh, self.placements)
+        if self.is_owner:
+            fragment = local.clone(memory_format=torch.contiguous_format)
+        else:
+            fragment = local.new_empty(sizes)
+        # After each dimension a whole line of the mesh holds the fragment, so that the last
+        # broadcast reaches everyone. Whoever is off the line of a later dimension waits for that.
+        waiting = [(d, p.owner) for d, p in enumerate(self.placements) if isinstance(p, Owner)]
+        while waiting:
+            dim, owner = waiting.pop(0)
+            has_source = all(mesh.get_local_rank(d) == o for d, o in waiting)
+            if has_source and fragment.numel() > 0:  # the same on all ranks of this group
+                dist.broadcast(fragment, group=mesh.get_group(dim), group_src=owner)
+        if not any(isinstance(p, Shard) for p in self.placements):
+            return fragment
+        placements = tuple(Replicate() if isinstance(p, Owner) else p for p in self.placements)
+        spec = make_spec(mesh, placements, self.shape, local.dtype)
+        return DTensor(fragment, spec, requires_grad=False).full_tensor()
 
     def redistribute(
         self,
@@ -208,14 +252,17 @@ class OwnerDTensor(DTensor):
             "torch.distributed.tensor.distribute_tensor."
         )
 
-    # Distributed checkpoint's protocol: only the owner has a chunk, and it is the whole tensor.
+    # Distributed checkpoint's protocol: only owners have a chunk, and it is their fragment. Ranks
+    # of a Replicate dimension list the same chunk, of which DCP's planner keeps one.
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        if local_of(self).numel() == 0 and math.prod(self.shape) > 0:
+        sizes, offsets = local_shape_and_offset(self.shape, self.device_mesh, self.placements)
+        is_empty_fragment = 0 in sizes and 0 not in self.shape
+        if not self.is_owner or is_empty_fragment:
             return []
-        return [ChunkStorageMetadata(offsets=torch.Size([0] * self.ndim), sizes=self.shape)]
+        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(local_of(self))
+        properties = TensorProperties.create_from_tensor(_settled(self))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -229,23 +276,35 @@ class OwnerDTensor(DTensor):
         return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return local_of(self)
+        return _settled(self)
+
+
+def _settled(tensor: DTensor) -> torch.Tensor:
+    """The local tensor, once what another rank is sending has arrived."""
+    if isinstance(tensor, OwnerDTensor):
+        tensor.wait_arrival()
+    return local_of(tensor)
 
 
 def draw_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run an in-place random operator on the DTensor ``args[0]`` as a single process would:
     draw the whole tensor, keep this rank's part. Meta tensors draw nothing."""
     target: DTensor = args[0]
-    local = local_of(target)
+    local = _settled(target)
     if local.is_meta:
         return
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     func(whole, *args[1:], **kwargs)
     if isinstance(target, OwnerDTensor):
-        part = whole if target.is_owner else whole.new_empty(local.shape)
+        if not target.is_owner:
+            return
+        part = whole
+        sizes, offsets = local_shape_and_offset(whole.shape, target.device_mesh, target.placements)
+        for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, start, length)
     else:
         # src_data_rank=None: every rank slices its own copy, no communication.
-        part = local_of(
+        part = _settled(
             distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
         )
     local.copy_(part)
@@ -292,7 +351,7 @@ def _shapes(args: Any) -> list[tuple[int, ...]]:
 
 
 def _to_local(value: Any) -> Any:
-    return local_of(value) if isinstance(value, DTensor) else value
+    return _settled(value) if isinstance(value, DTensor) else value
 
 
 def _require_same_layout(
@@ -305,6 +364,7 @@ def _require_same_layout(
     for other in operands:
         if isinstance(other, OwnerDTensor):
             same = other.placements == first.placements and other.shape == first.shape
+            same = same and other.device_mesh == first.device_mesh
         else:
             # A plain scalar tensor means the same on every rank; any other plain tensor
             # would broadcast against numel 0 on the ranks that own nothing.
@@ -373,7 +433,7 @@ def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     def as_row_shards(value: Any) -> Any:
         if not isinstance(value, OwnerDTensor):
             return value
-        local = local_of(value)
+        local = _settled(value)
         if local.numel() == 0:
             # The infinity norm of nothing raises; one zero is neutral for every p > 0.
             local = local.new_zeros((1,) * value.ndim)
@@ -387,7 +447,7 @@ def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _any_of_the_whole(tensor: DTensor) -> torch.Tensor:
     """``any`` over the whole tensor, the same on every rank; empty local tensors say False."""
-    local = local_of(tensor)
+    local = _settled(tensor)
     if local.is_meta:
         return local.any()
     verdict = local.any().to(torch.uint8)

@@ -28,6 +28,7 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPParam,
     FSDPParamGroup,
     ReduceScatter,
+    Reduction,
     TrainingState,
     device_handle,
     disable_functorch_if_active,
@@ -35,7 +36,10 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     local_of,
     post_accumulate_grad_hooks,
     rebind,
+    reduce_adapter,
+    root_of,
 )
+from torchtitan_matrixfsdp.runtime.fsdp_older import counts_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_param import OwnerParam, ShardLookup
 
@@ -73,8 +77,9 @@ class OwnerComm(AllGather, ReduceScatter):
         self.block = block
         self.rank = rank
         self.context = context
-        self.gather_transport = transport(block, rank, context.counter)
-        self.reduce_transport = transport(block.trainable(), rank, context.counter)
+        name = transport.choose(block)  # once: both directions go the same way
+        self.gather_transport = transport(name, block, rank, context.counter)
+        self.reduce_transport = transport(name, block.trainable(), rank, context.counter)
         self.buffer = BlockBuffer(block.name, self.gather_transport.layout.numel)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -172,12 +177,12 @@ def owner_reduce(
     partial_reduce_output: torch.Tensor | None,
     all_reduce_hook: Callable[[torch.Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
-) -> tuple[Any, ...]:
+) -> Reduction:
     """Stands in for ``foreach_reduce``: SUM to the owner in reduce dtype, then divide.
 
     ``unsharded_grads`` (each ``[*shape]``, in the parameter or reduce dtype) owns the only
     references to the gradients; clearing it frees them. ``gradient_divide_factor`` ``None``
-    means the data-parallel size, as in FSDP2. The result has the stock function's seven fields.
+    means the data-parallel size, as in FSDP2.
     """
     comm = _owner_comm(reduce_scatter_comm)
     transport = comm.reduce_transport
@@ -209,9 +214,12 @@ def owner_reduce(
             if partial_reduce_output is not None:
                 reduced += partial_reduce_output
             if not all_reduce_grads:
+                comm.context.pins.pin_partial(comm.block.name, reduced)
                 event = post_reduce_stream.record_event()
                 stream = post_reduce_stream
-                return (buffer, reduce_scatter_event, stream, event, None, None, reduced)
+                return Reduction(
+                    buffer, reduce_scatter_event, stream, event, partial_output=reduced
+                )
             post_reduce_stream = all_reduce_stream
             all_reduce_stream.wait_stream(reduce_scatter_stream)
             with handle.stream(all_reduce_stream):
@@ -235,16 +243,15 @@ def owner_reduce(
             numel = segment.numel if param.is_owner else 0
             own = gradient.narrow(0, start, numel).view(param.sharded_size)
             _accumulate(param, own, post_reduce_stream)
-        comm.context.pins.pin(comm.block.name, gradient, [p.sharded_param for p in params])
+        comm.context.pins.pin(comm.block.name, [p.sharded_param for p in params])
         post_reduce_event = post_reduce_stream.record_event()
-    return (
+    return Reduction(
         buffer,
         reduce_scatter_event,
         post_reduce_stream,
         post_reduce_event,
         all_reduce_input,
         all_reduce_event,
-        None,
     )
 
 
@@ -330,6 +337,12 @@ class OwnerParamGroup(FSDPParamGroup):
         """Refused: owner groups move uneven segments."""
         raise NotImplementedError(_custom_collective("set_allocate_memory_from_process_group"))
 
+    def lazy_init(self) -> None:
+        super().lazy_init()
+        root = root_of(self.modules[0])
+        if self._defer_release and root is not None:
+            self._comm.context.release_after(root)
+
     # rebind peels decorators off, so the stock ones are put back on.
     @disable_functorch_if_active
     def unshard(self, async_op: bool = False) -> None:
@@ -340,8 +353,10 @@ class OwnerParamGroup(FSDPParamGroup):
         if is_started and self._comm.block.world_size == 1:
             # Stock copies parameter by parameter here, in the compute stream: no reader to order.
             self._comm.context.revive(self._comm.buffer)
-            (dtype,) = {p.gather_dtype for p in _owner_params(self.fsdp_params)}
-            self._comm.buffer.start_gather(dtype, self.device)
+            params = _owner_params(self.fsdp_params)
+            self._comm.buffer.start_gather(params[0].gather_dtype, self.device)
+            for param in params:
+                param.wait_arrival()
 
     @disable_functorch_if_active
     def wait_for_unshard(self) -> None:
@@ -349,12 +364,14 @@ class OwnerParamGroup(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         # This block's gather is issued, so earlier blocks may give their memory back.
-        self._release_retired()
+        self._comm.context.release_retired()
         _stock_wait_for_unshard(self)
         self._comm.buffer.finish_gather()
 
-    post_backward = dynamo_disable(
-        rebind(FSDPParamGroup.post_backward, foreach_reduce=owner_reduce)
+    post_backward = counts_unused_parameters(
+        dynamo_disable(
+            rebind(FSDPParamGroup.post_backward, foreach_reduce=reduce_adapter(owner_reduce))
+        )
     )
 
     def finalize_backward(self) -> None:
@@ -362,33 +379,43 @@ class OwnerParamGroup(FSDPParamGroup):
         will read is checked."""
         super().finalize_backward()
         self._abandon_gather()
-        self._release_retired()
+        self._comm.context.release_retired()
         self._comm.context.pins.verify(self._comm.block.name)
-
-    def _reset_iter_state(self) -> None:
-        super()._reset_iter_state()
-        self._abandon_gather()
-        self._release_retired()
 
     def _to_sharded(self) -> None:
         was_sharded = self.is_sharded
         super()._to_sharded()
         if was_sharded:
+            if self._all_gather_result is None:
+                self._abandon_gather()  # what reset_iter_state has waited for and dropped
             return
-        buffer = self._comm.buffer
-        buffer.retire()
-        event = self.device_handle.Event()
-        event.record()
-        if self._defer_release and self._training_state == TrainingState.FORWARD:
-            self._comm.context.defer(buffer, event)
+        self._comm.buffer.retire()
+        # A gather in the compute stream waits for this block anyway.
+        is_overlapped = self._defer_release and not self.unshard_async_op
+        if is_overlapped and self._training_state == TrainingState.FORWARD:
+            event = self._compute_event()
+            wait = self._wait_all_gather_streams_on_event
+            self._comm.context.defer(self._comm.buffer, event, wait)
         else:
-            self._wait_all_gather_streams_on_event(event)
-            buffer.release()
+            self._release_behind_compute()
 
     def _abandon_gather(self) -> None:
-        """Give back a gather that was waited for by nobody but the caller."""
-        if self._comm.buffer.state is BufferState.GATHERING:
-            self._comm.buffer.release()
+        """Give back a gather that nobody used, or that a fault interrupted."""
+        if self._comm.buffer.state is not BufferState.GATHERING:
+            return
+        # An interrupted gather left no event, so its streams are waited for.
+        compute = self.device_handle.current_stream()
+        compute.wait_stream(self.comm_ctx.all_gather_copy_in_stream)
+        compute.wait_stream(self.comm_ctx.all_gather_stream)
+        self._release_behind_compute()
 
-    def _release_retired(self) -> None:
-        self._comm.context.release_retired(self._wait_all_gather_streams_on_event)
+    def _release_behind_compute(self) -> None:
+        """Free the buffer; its memory belongs to the stream that it was allocated in, which must
+        wait for the compute stream before it gets it again."""
+        self._wait_all_gather_streams_on_event(self._compute_event())
+        self._comm.buffer.release()
+
+    def _compute_event(self) -> torch.Event:
+        event = self.device_handle.Event()
+        event.record()
+        return event

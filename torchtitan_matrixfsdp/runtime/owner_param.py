@@ -3,12 +3,14 @@
 [Note: owner FSDP tensors]
 FSDP2's own note names the tensors of a parameter; for an owner parameter they are:
 - original parameter ``[*shape]``: what the module had when it was sharded (often on meta);
-- sharded parameter: an :class:`OwnerDTensor` of global ``[*shape]``; its local tensor is
-  ``[*shape]`` on the owner and ``[0, *shape[1:]]`` elsewhere, where it holds no storage;
+  under tensor parallelism a DTensor on the tp mesh, and ``[*shape]`` is its local fragment's;
+- sharded parameter: an :class:`OwnerDTensor` of the logical shape, whose mesh is the FSDP mesh
+  followed by the tp mesh; its local tensor is ``[*shape]`` on the owner and ``[0, *shape[1:]]``
+  elsewhere, where it holds no storage;
 - gather source: on the owner, the local tensor ``[numel]``; nothing elsewhere;
 - unsharded parameter ``[*shape]``: in the gather dtype, a view into the block's flat buffer
   ([Note: block buffers] in ``buffers``), whose storage is resized in place, so that views saved
-  by autograd stay valid.
+  by autograd stay valid. Under tensor parallelism again a DTensor on the tp mesh, over that view.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     FSDPMeshInfo,
     FSDPParam,
     ShardedState,
+    claim_original,
+    concatenate_meshes,
     contiguous_strides,
+    init_mesh_info,
     local_of,
     make_spec,
-    orig_param_uid,
     set_local,
     spec_of,
 )
-from torchtitan_matrixfsdp.runtime.owner_dtensor import Owner, OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
+from torchtitan_matrixfsdp.runtime.owner_placement import Owner
 
 ShardLookup = Callable[[nn.Parameter], MatrixShard]
 
@@ -56,52 +61,52 @@ class OwnerParam(FSDPParam):
         param: nn.Parameter,
         device: torch.device,
         shard_placement_fn: ShardLookup,
-        mesh_info: FSDPMeshInfo,
+        mesh_info: FSDPMeshInfo | None = None,
     ) -> None:
         """Replaces the even dim-0 chunking. The stock constructor hands its
         ``shard_placement_fn`` argument through unread, and owner groups pass the plan's
         lookup in that place."""
         self.shard = shard = shard_placement_fn(param)
-        if isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"{shard.fqn}: a parameter that another parallelism has already made a DTensor "
-                f"({param.placements}) cannot be owned whole. Disable tensor/expert parallelism "
-                'or use owner_fsdp.mode = "stock".'
-            )
-        if tuple(param.shape) != shard.shape or param.ndim == 0:
+        data: torch.Tensor = local_of(param) if isinstance(param, DTensor) else param
+        if tuple(data.shape) != shard.shape or param.ndim == 0:
             raise ValueError(
                 f"{shard.fqn}: the plan has shape {shard.shape}, the module's parameter "
-                f"{tuple(param.shape)}; owner shards need the planned shape and at least 1D."
+                f"{tuple(data.shape)}; owner shards need the planned shape and at least 1D."
             )
         if param.device != device and param.device.type != "meta":
             raise ValueError(
                 f"{shard.fqn}: parameter is on {param.device}, expected {device} or meta"
             )
-        self.mesh_info = mesh_info
-        self._shard_mesh = self._init_shard_mesh()
+        mesh_info = init_mesh_info(self, mesh_info)
         self.is_owner = mesh_info.shard_mesh_rank == shard.owner
         # Read by stock code that we keep (dtype and shape bookkeeping only; nothing is
         # chunked along this dimension).
         self.fsdp_placement = Shard(0)
-        self.is_dtensor = False
-        self._unsharded_dtensor_spec = None
-        self._orig_param_uid = orig_param_uid(param)
-        self._orig_size = param.size()
-        self._contiguous_orig_stride = contiguous_strides(self._orig_size)
-        replicate = (Replicate(),) * (mesh_info.mesh.ndim - 1)
         self._spmd_mesh = mesh_info.mesh
-        self._spmd_placements = (*replicate, Owner(shard.owner))
+        self._spmd_placements = (
+            *(Replicate(),) * (mesh_info.mesh.ndim - 1),
+            Owner(shard.owner),
+        )
+        self.is_dtensor = isinstance(param, DTensor)  # gradients then come as DTensors too
+        self._unsharded_dtensor_spec = None
+        if isinstance(param, DTensor):
+            self._unsharded_dtensor_spec = spec_of(param)
+            self._spmd_mesh = concatenate_meshes(mesh_info.mesh, param.device_mesh)
+            self._spmd_placements += tuple(param.placements)
+        self._orig_param_uid = claim_original(param, shard.fqn)
+        self._orig_size = data.size()
+        self._contiguous_orig_stride = contiguous_strides(self._orig_size)
         self._sharding_spec = make_spec(
             self._spmd_mesh, self._spmd_placements, param.size(), param.dtype
         )
-        self.sharded_size = param.size() if self.is_owner else torch.Size([0, *param.shape[1:]])
+        self.sharded_size = data.size() if self.is_owner else torch.Size([0, *data.shape[1:]])
         self.contiguous_sharded_stride = contiguous_strides(self.sharded_size)
         self.padded_sharded_param_size = self.sharded_size
         if self.is_owner:
             # A copy: the original may alias others, and may be non-contiguous.
-            local = param.detach().clone(memory_format=torch.contiguous_format)
+            local = data.detach().clone(memory_format=torch.contiguous_format)
         else:
-            local = param.new_empty(self.sharded_size)
+            local = data.new_empty(self.sharded_size)
         local = self._offloaded(local)
         self._sharded_param_data = local.view(-1)
         self.sharded_param = nn.Parameter(
@@ -132,9 +137,15 @@ class OwnerParam(FSDPParam):
         self.segment = segment
         self._is_made = False
 
+    def wait_arrival(self) -> None:
+        """Order the current stream behind an update that another replica is sending."""
+        if isinstance(self.sharded_param, OwnerDTensor):
+            self.sharded_param.wait_arrival()
+
     def gather_source(self) -> torch.Tensor:
         """What the owner contributes to a gather: 1D ``[numel]`` in the stored dtype, on the
-        compute device."""
+        compute device. Waits for an update that is still on its way from another replica."""
+        self.wait_arrival()
         data = self._sharded_param_data
         return data.to(self.device, non_blocking=True) if self.offload_to_cpu else data
 
@@ -144,6 +155,7 @@ class OwnerParam(FSDPParam):
         all_gather_input_dtypes: list[torch.dtype],
         world_size: int,
         device: torch.device,
+        force_recreate: bool = False,  # torch 2.11 and 2.12: always False without compilation
     ) -> None:
         """The group has allocated the block buffer; this parameter's part is a view."""
         if not self.all_gather_outputs:
@@ -157,7 +169,10 @@ class OwnerParam(FSDPParam):
         self.init_all_gather_outputs([], [], 1, self.device)
         # ``data`` has a version counter of its own: a gather restores the values that autograd may
         # have saved, so its writes to the buffer must not count as changes to the parameter.
-        view = self.all_gather_outputs[0].data.view(self._orig_size)
+        view: torch.Tensor = self.all_gather_outputs[0].data.view(self._orig_size)
+        if (spec := self._unsharded_dtensor_spec) is not None:
+            spec = make_spec(spec.mesh, spec.placements, spec.shape, view.dtype)
+            view = DTensor(view, spec, requires_grad=False)
         self._unsharded_param = nn.Parameter(view, requires_grad=self.sharded_param.requires_grad)
 
     def alloc_all_gather_outputs(self) -> None:

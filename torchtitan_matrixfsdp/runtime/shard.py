@@ -13,13 +13,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_matrixfsdp.comm import TransportFactory
 from torchtitan_matrixfsdp.layout import BlockPlan, MatrixShard, canonical_fqn
+from torchtitan_matrixfsdp.runtime import fsdp_older
 from torchtitan_matrixfsdp.runtime.buffers import OwnerContext
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     append_param_group,
     drop_unsharded_gradients,
+    local_of,
     mesh_device,
     mesh_infos,
     register_foreach_type,
@@ -42,12 +45,13 @@ def owner_shard(
     """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
 
     ``module`` becomes an ``FSDPModule``: prefetch lists, gradient sync, reshard and the other
-    FSDP2 methods work on it. Call it bottom-up, and on the root with plain ``fully_shard``.
+    FSDP2 methods work on it. Call it bottom-up, on every rank of the mesh, and on the root with
+    plain ``fully_shard``.
 
     Args:
         module: one FSDP unit, on meta or on the mesh's device.
         block: its plan; ``block.world_size`` must be the mesh's shard size. FQNs are
-            ``block.name`` plus the module's own canonical names.
+            ``block.name`` plus the module's own canonical names, shapes are logical.
         mesh: 1D (shard) or 2D (replicate, shard).
         transport: makes what moves the block.
         context: one for all blocks of a model.
@@ -56,8 +60,12 @@ def owner_shard(
         offload_policy: FSDP2's; with ``CPUOffloadPolicy`` owner shards, gradients and hence
             optimizer state live in host memory.
 
+    Parameters that tensor parallelism has made DTensors are owned in fragments: the owner's
+    column of tp ranks stores them, each rank its own.
+
     Raises:
-        NotImplementedError: an integer reshard, float16, or parameters that are DTensors.
+        NotImplementedError: an integer reshard, float16, or parameters that are DTensors in
+            another way than sharded or replicated on a one-dimensional mesh.
         ValueError: plan and module or mesh do not fit; the message names the parameter.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -78,7 +86,7 @@ def owner_shard(
             f"block {block.name}: planned for {block.world_size} ranks, but the mesh shards over "
             f"{shard_size}. Make the plan for the mesh's last dimension."
         )
-    params = _match_parameters(module, block)
+    block, params = _in_fragments(block, _match_parameters(module, block))
     _require_one_gather_dtype(block, params, mp_policy)
     register_foreach_type(OwnerDTensor)
     auto_reshard = True if reshard_after_forward is None else reshard_after_forward
@@ -91,6 +99,7 @@ def owner_shard(
         ignored_params=set(params),
     )
     mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
+    context.connect(mesh_info.shard_process_group, mesh_device(mesh))
     group = OwnerParamGroup(
         list(params),
         (module,),
@@ -109,16 +118,17 @@ def owner_shard(
 def reset_iter_state(model: nn.Module) -> None:
     """Make the root ``model`` ready for another step after its forward or backward has raised.
 
-    FSDP2's ``reset_iter_state``, and what torch 2.13 forgets there: the gradients of units whose
-    backward was interrupted, to which the next backward would add. The failed iteration is lost;
-    sharded gradients are left to ``zero_grad``.
+    FSDP2's ``reset_iter_state`` (for torch 2.11 and 2.12 too, which lack it), and what torch 2.13
+    forgets there: the gradients of units whose backward was interrupted, to which the next
+    backward would add. The failed iteration is lost; sharded gradients are left to ``zero_grad``.
 
     Raises:
         TypeError: ``model`` is not sharded by FSDP2.
+        RuntimeError: ``model`` is not the root.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"reset_iter_state: {type(model).__name__} is not an FSDP2 module")
-    model.reset_iter_state()
+    fsdp_older.reset_iter_state(model)
     drop_unsharded_gradients(model)
 
 
@@ -144,6 +154,34 @@ def _match_parameters(module: nn.Module, block: BlockPlan) -> Mapping[nn.Paramet
                 f"{shard.trainable}. Freeze parameters before planning."
             )
     return found
+
+
+def _in_fragments(
+    block: BlockPlan, params: Mapping[nn.Parameter, MatrixShard]
+) -> tuple[BlockPlan, Mapping[nn.Parameter, MatrixShard]]:
+    """The block as this tp rank stores and moves it; unchanged without tensor parallelism."""
+    if not any(isinstance(param, DTensor) for param in params):
+        return block, params
+    shapes = {}
+    for param, shard in params.items():
+        if tuple(param.shape) != shard.shape:
+            raise ValueError(
+                f"{shard.fqn}: the plan has shape {shard.shape}, the module's parameter "
+                f"{tuple(param.shape)}. Plan the model that is sharded."
+            )
+        shapes[shard.fqn] = shard.shape
+        if isinstance(param, DTensor):
+            (placement, *more) = param.placements
+            if more or not (placement.is_replicate() or isinstance(placement, Shard)):
+                raise NotImplementedError(
+                    f"{shard.fqn}: a DTensor with placements {param.placements} cannot be owned in "
+                    "fragments; expected Shard or Replicate on the one dimension of a tensor-"
+                    "parallel mesh. Disable expert parallelism."
+                )
+            shapes[shard.fqn] = tuple(local_of(param).shape)
+    fragments = block.fragmented(shapes)
+    by_fqn = {shard.fqn: shard for shard in fragments.shards}
+    return fragments, {param: by_fqn[shard.fqn] for param, shard in params.items()}
 
 
 def _require_one_gather_dtype(

@@ -22,6 +22,8 @@ from torchtitan_matrixfsdp.titan.checks import (
 
 MODES = ("zero3", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "AdamW")
+REPLICAS = ("redundant", "partitioned")
+TENSOR_PARALLEL = ("refuse", "gather")
 NS_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -46,11 +48,27 @@ class OwnerFSDP:
     "auto": the cheapest of them for each block.
     """
 
+    replicas: str = "redundant"
+    """
+    Who steps a matrix under HSDP: "redundant" (its owner in every replica) or "partitioned" (its
+    owner in one replica, which sends it to the others behind the next forward: the optimizer's
+    work and state fall by the number of replicas). No effect without replicas.
+    """
+
+    tensor_parallel: str = "refuse"
+    """
+    With parallelism.tensor_parallel_degree above 1 in zero3: "refuse", or "gather": each step
+    gathers every matrix over the tensor-parallel ranks of its owner, the one exception to a step
+    without communication. No effect in stock.
+    """
+
     def __post_init__(self) -> None:
         check_field_types(self, "owner_fsdp")
         check_choice("owner_fsdp.mode", self.mode, MODES)
         check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
         check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORT_NAMES))
+        check_choice("owner_fsdp.replicas", self.replicas, REPLICAS)
+        check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
 
 
 @dataclass

@@ -35,7 +35,7 @@ class _ScaleGradient(torch.autograd.Function):
 def build_loss(job_config: TitanJobConfig, parallel_dims: ParallelDims, **_: Any) -> LossFunction:
     """TorchTitan's cross-entropy sum; under DDP with the gradient scaled by the replica count."""
     loss_fn = build_cross_entropy_loss(job_config)
-    if parallel_dims.dp_shard_enabled or not parallel_dims.dp_replicate_enabled:
+    if parallel_dims.fsdp_enabled or not parallel_dims.dp_replicate_enabled:
         return loss_fn
     replicas = float(parallel_dims.dp_replicate)
 

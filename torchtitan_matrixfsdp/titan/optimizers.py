@@ -22,14 +22,24 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import canonical_fqn
-from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
-from torchtitan_matrixfsdp.runtime import OwnerDTensor
+from torchtitan_matrixfsdp.optim import (
+    GatherMuon,
+    LocalStepOptimizer,
+    Muon,
+    TensorParallelMuon,
+    create_adam_state,
+    tensor_parallel_cut,
+)
+from torchtitan_matrixfsdp.runtime import OwnerDTensor, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+from torchtitan_matrixfsdp.titan.tensor_parallel import log_exchange
 
 _DTYPES = {**TORCH_DTYPE_MAP, "float64": torch.float64}
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_PER_PART = 2  # optimizers of a model part: matrix, elementwise
 
 
 class MatrixOptimizersContainer(OptimizersContainer):
@@ -41,25 +51,41 @@ class MatrixOptimizersContainer(OptimizersContainer):
     def __init__(self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig) -> None:
         self.model_parts = model_parts
         self._of_part: list[list[Optimizer]] = []
+        self._partitions: list[PartitionedReplicas] = []
         everything: list[nn.Parameter] = []
         for part in model_parts:
             setup = _setup_of(part)
             matrices, others = split_parameters(part, setup)
             everything += matrices + others
+            partition = partition_replicas(part, setup)
+            self._partitions.append(partition)
             self._of_part.append(
                 [
-                    build_matrix_optimizer(matrices, setup.matrix_optimizer, optimizer_config),
+                    build_matrix_optimizer(
+                        matrices,
+                        setup.matrix_optimizer,
+                        optimizer_config,
+                        setup.counter,
+                        partition,
+                    ),
                     build_elementwise_optimizer(others, optimizer_config),
                 ]
             )
         self.optimizers = [optimizer for part in self._of_part for optimizer in part]
         self._post_init(everything, {})
 
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step every optimizer, then start sending what only this replica has stepped."""
+        super().step(*args, **kwargs)
+        for partition in self._partitions:
+            partition.publish()
+
     def state_dict(self) -> dict[str, Any]:
         """Flat state by parameter name, of both optimizers; reading it changes nothing."""
         merged: dict[str, Any] = {}
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
-            merged |= get_optimizer_state_dict(part, optimizers, options=_STATE_OPTIONS)
+            stateful = _with_parameters(optimizers)
+            merged |= get_optimizer_state_dict(part, stateful, options=_STATE_OPTIONS)
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -81,7 +107,10 @@ class MatrixOptimizersContainer(OptimizersContainer):
         configured = [_options(optimizer) for optimizer in self.optimizers]
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(
-                part, optimizers, optim_state_dict=state_dict, options=_STATE_OPTIONS
+                part,
+                _with_parameters(optimizers),
+                optim_state_dict=state_dict,
+                options=_STATE_OPTIONS,
             )
         for optimizer, before in zip(self.optimizers, configured, strict=True):
             changed = {k: v for k, v in _options(optimizer).items() if v != before[k]}
@@ -92,6 +121,11 @@ class MatrixOptimizersContainer(OptimizersContainer):
                     "optimizer to checkpoint.exclude_from_loading for fresh state and the "
                     "configured options."
                 )
+
+
+def _with_parameters(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """A pipeline's stage may hold no matrix, and torch cannot load an optimizer of nothing."""
+    return [o for o in optimizers if any(group["params"] for group in o.param_groups)]
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
@@ -127,13 +161,28 @@ def split_parameters(
     return matrices, others
 
 
+def partition_replicas(part: nn.Module, setup: OwnerSetup) -> PartitionedReplicas:
+    """Which matrices of ``part`` a single replica steps; none where ``setup`` names no stepper."""
+    params = {canonical_fqn(name): param for name, param in part.named_parameters()}
+    # A pipeline rank's parts share one setup.
+    steppers = {params[fqn]: r for fqn, r in setup.steppers.items() if fqn in params}
+    return PartitionedReplicas(steppers, setup.counter)
+
+
 def build_matrix_optimizer(
-    params: list[nn.Parameter], config: MatrixOptimizer, elementwise: OptimizerConfig
+    params: list[nn.Parameter],
+    config: MatrixOptimizer,
+    elementwise: OptimizerConfig,
+    counter: TrafficCounter,
+    partition: PartitionedReplicas,
 ) -> LocalStepOptimizer:
-    """The optimizer of the routed matrices, stepping on local tensors."""
+    """The optimizer of the routed matrices, stepping on local tensors.
+
+    ``counter`` counts what its step sends, which is nothing without tensor parallelism.
+    """
     if config.name == "AdamW":
         factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
-        return LocalStepOptimizer(params, factory)
+        return LocalStepOptimizer(params, factory, partition.step_view)
     options: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -150,9 +199,13 @@ def build_matrix_optimizer(
         row_sharded = any(
             isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
         )
-        return GatherMuon(groups, of_local, **options) if row_sharded else Muon(groups, **options)
+        if row_sharded:
+            return GatherMuon(groups, of_local, **options)
+        if any(tensor_parallel_cut(param) is not None for param in of_local.values()):
+            return TensorParallelMuon(groups, of_local, counter, **options)
+        return Muon(groups, **options)
 
-    return LocalStepOptimizer(params, muon)
+    return LocalStepOptimizer(params, muon, partition.step_view)
 
 
 def build_elementwise_optimizer(
@@ -190,7 +243,9 @@ def build_optimizers(
     ft_manager: Any = None,
 ) -> MatrixOptimizersContainer:
     """TorchTitan's ``build_optimizers_fn``."""
-    return MatrixOptimizersContainer(model_parts, optimizer_config)
+    optimizers = MatrixOptimizersContainer(model_parts, optimizer_config)
+    log_exchange(optimizers)
+    return optimizers
 
 
 class MatrixLRSchedulersContainer(LRSchedulersContainer):
@@ -198,7 +253,8 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
 
     The stock container saves the first scheduler, base learning rates included, and loads it into
     all of them: the matrix optimizer's rate would overwrite AdamW's. Here the position in the
-    schedule is saved once and each group's base rate by its index.
+    schedule is saved once and each group's base rate by its index. Parts of a pipeline rank share
+    their rates, so those of the first part are saved: a checkpoint serves any number of parts.
     """
 
     def __init__(self, stock: LRSchedulersContainer) -> None:
@@ -206,9 +262,10 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
         self.schedulers = stock.schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """``last_epoch`` (steps taken) and ``base_lr.<scheduler>.<group>``."""
+        """``last_epoch`` (steps taken) and ``base_lr.<scheduler>.<group>``, scheduler 0 being the
+        matrix optimizer's and 1 the elementwise one's."""
         state: dict[str, Any] = {"last_epoch": self.schedulers[0].last_epoch}
-        for index, scheduler in enumerate(self.schedulers):
+        for index, scheduler in enumerate(self.schedulers[:_PER_PART]):
             for group, base in enumerate(scheduler.base_lrs):
                 state[f"base_lr.{index}.{group}"] = base
         return state
@@ -221,7 +278,8 @@ class MatrixLRSchedulersContainer(LRSchedulersContainer):
         """
         steps = state_dict["last_epoch"]
         for index, scheduler in enumerate(self.schedulers):
-            bases = [state_dict[f"base_lr.{index}.{g}"] for g in range(len(scheduler.base_lrs))]
+            saved = f"base_lr.{index % _PER_PART}"
+            bases = [state_dict[f"{saved}.{group}"] for group in range(len(scheduler.base_lrs))]
             if bases != scheduler.base_lrs:
                 logger.warning(
                     f"Checkpoint resumes learning rates {bases}; the configuration says "

@@ -9,38 +9,63 @@ Which path a job takes, all with the same model, data and optimizers:
 | 1, replicas  | any   | replicated (DDP)          | on every rank                  |
 | 1            | any   | one device                | plain                          |
 
-Embedding, head and final norm are stock FSDP2 row shards in the first two.
+Embedding, head and final norm are stock FSDP2 row shards in the first two. The shard group is
+TorchTitan's mesh "fsdp", which context parallelism shares: its ranks hold shards too, so its degree
+counts into the shard degree of the table.
+Both combine with tensor parallelism: shards are then of each tp rank's fragments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.models.llama3.infra.parallelize import (
+    _op_sac_save_list,
+    apply_compile,
+    apply_ddp,
+)
 from torchtitan.tools.logging import logger
 
-from torchtitan_matrixfsdp.comm import TransportFactory, agree_on_plan
+from torchtitan_matrixfsdp.comm import (
+    PlanDisagreementError,
+    TransportFactory,
+    agree_on_choice,
+    agree_on_plan,
+)
 from torchtitan_matrixfsdp.layout import (
     BlockMeta,
     OwnerPlan,
     ParamMeta,
     Routing,
+    assign_replicas,
     canonical_fqn,
     make_plan,
     route,
 )
-from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, count_unused_parameters, owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
+from torchtitan_matrixfsdp.titan.report import describe_transports
+from torchtitan_matrixfsdp.titan.stages import compiles_blocks
+from torchtitan_matrixfsdp.titan.tensor_parallel import apply_tensor_parallel, check_model_cut
 from torchtitan_matrixfsdp.titan.validation import (
     matrix_optimizer_of,
     owner_fsdp_of,
@@ -51,7 +76,8 @@ from torchtitan_matrixfsdp.titan.validation import (
 def parallelize_owner_model(
     model: nn.Module, parallel_dims: ParallelDims, job_config: TitanJobConfig
 ) -> nn.Module:
-    """Apply activation checkpointing and data parallelism to a model on meta.
+    """Apply tensor and context parallelism, activation checkpointing, compilation and data
+    parallelism to a whole model on meta. With a pipeline ``titan.pipeline`` does so to its parts.
 
     Leaves an :class:`OwnerSetup` on the model for the optimizer builder.
 
@@ -59,38 +85,122 @@ def parallelize_owner_model(
         ConfigError, RoutingError: the configuration asks for what cannot be done.
         PlanDisagreementError: ranks computed different plans.
     """
-    if not isinstance(model, OwnerModelMixin):
-        raise TypeError(f"expected a model of this plugin's train specs, got {type(model)}")
     validate_job_config(job_config, parallel_dims.world_size)
-    owner_fsdp = owner_fsdp_of(job_config)
-    matrix_optimizer = matrix_optimizer_of(job_config)
+    check_model_cut(job_config, _ours(model).model_args)
+    routing = route_model(model, matrix_optimizer_of(job_config))
+    parallelize_parts([model], routing, parallel_dims, job_config)
+    return model
+
+
+def parallelize_parts(
+    parts: Sequence[nn.Module],
+    routing: Routing,
+    parallel_dims: ParallelDims,
+    job_config: TitanJobConfig,
+) -> None:
+    """Parallelise, in place, the parts of a model that this rank holds.
+
+    One plan covers all parts, so that load is carried from one to the next. ``routing`` is that of
+    the whole model: a part alone cannot tell a pattern that takes nothing anywhere from one whose
+    weights lie in other parts.
+
+    Raises:
+        PlanDisagreementError: as for :func:`agree`.
+    """
+    models = [_ours(part) for part in parts]
+    for model in models:
+        _apply_before_sharding(model, parallel_dims, job_config)
+    blocks = [block for model in models for block in describe_blocks(model)]
+    plan = None
+    steppers: Mapping[str, int] = {}
+    context = OwnerContext()
+    factory = _transport_factory(job_config)
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        mesh = parallel_dims.get_mesh(names)
+        owner_fsdp = owner_fsdp_of(job_config)
+        if owner_fsdp.mode == "zero3":
+            here = {param.fqn for block in blocks for param in block.params}
+            matrices = here.intersection(routing.matrices)
+            plan = make_plan(owner_fsdp.planner, blocks, matrices, mesh.size(mesh.ndim - 1))
+            agree(plan, factory, parallel_dims)
+            if parallel_dims.dp_replicate_enabled and owner_fsdp.replicas == "partitioned":
+                steppers = assign_replicas(plan, parallel_dims.dp_replicate)
+        for model in models:
+            _apply_fsdp(model, mesh, plan, factory, context, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        # Sums gradients once the loss function has undone DDP's mean; see titan.loss.
+        for model in models:
+            apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), compiles_blocks(job_config))
+    setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer_of(job_config), steppers)
+    for model in models:
+        model.owner_setup = setup
+    _log_setup(setup, job_config, parallel_dims)
+    if plan is not None:
+        for line in describe_transports(plan, factory):
+            logger.info(line)
+
+
+def _ours(part: nn.Module) -> OwnerModelMixin:
+    if not isinstance(part, OwnerModelMixin):
+        raise TypeError(f"expected a model of this plugin's train specs, got {type(part)}")
+    return part
+
+
+def agree(plan: OwnerPlan, factory: TransportFactory, parallel_dims: ParallelDims) -> None:
+    """Check that all ranks which hold the same blocks hold the same plan and move each block by the
+    same transport; a collective of all.
+
+    Raises:
+        PlanDisagreementError: on every rank of the job, other pipeline stages included.
+    """
+    # TorchTitan's mesh "loss" joins the replicas and shards of one pipeline rank.
+    group = parallel_dims.get_mesh("loss").get_group() if parallel_dims.pp_enabled else None
+    chosen = ", ".join(f"{block.name}: {factory.choose(block)}" for block in plan.blocks)
+    fault = None
+    try:
+        agree_on_plan(plan, group)
+        agree_on_choice("the transport of each block", chosen, group)
+    except PlanDisagreementError as error:
+        fault = str(error)
+    if fault is not None and group is None:
+        raise PlanDisagreementError(fault)
+    if group is None:
+        return
+    # The other stages would wait for this one in their first send or receive.
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    rank = next((rank for rank, found in enumerate(faults) if found), None)
+    if rank is not None:
+        raise PlanDisagreementError(
+            fault or f"in another pipeline stage (global rank {rank}): {faults[rank]}"
+        )
+
+
+def _apply_before_sharding(
+    part: OwnerModelMixin, parallel_dims: ParallelDims, job_config: TitanJobConfig
+) -> None:
+    """What TorchTitan applies before FSDP, in its order."""
+    apply_tensor_parallel(part, parallel_dims, job_config)
+    if parallel_dims.cp_enabled:
+        layers = part.get_submodule("layers").children()
+        apply_cp_to_attention_module(
+            [layer.get_submodule("attention.inner_attention") for layer in layers],
+            parallel_dims.get_mesh("cp"),
+            part.model_args.attn_type,
+        )
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
-            model,
+            part,
             job_config.activation_checkpoint,
-            model_compile_enabled=False,
+            model_compile_enabled=compiles_blocks(job_config),
             op_sac_save_list=_op_sac_save_list,
             base_folder=job_config.job.dump_folder,
         )
-    blocks = describe_blocks(model)
-    routing = route_model(model, matrix_optimizer)
-    plan = None
-    context = OwnerContext()
-    if parallel_dims.dp_shard_enabled:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        mesh = parallel_dims.get_mesh(names)
-        if owner_fsdp.mode == "zero3":
-            plan = make_plan(
-                owner_fsdp.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1)
-            )
-            agree_on_plan(plan)
-        _apply_fsdp(model, mesh, plan, context, job_config)
-    elif parallel_dims.dp_replicate_enabled:
-        # Sums gradients once the loss function has undone DDP's mean; see titan.loss.
-        replicate(model, device_mesh=parallel_dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
-    model.owner_setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer)
-    _log_setup(model.owner_setup, job_config, parallel_dims)
-    return model
+    if compiles_blocks(job_config):
+        # Each block by itself. FSDP's hooks are put on the compiled module: outside the graph,
+        # which sees ordinary parameters.
+        apply_compile(part, job_config.compile)
 
 
 def route_model(model: nn.Module, options: MatrixOptimizer) -> Routing:
@@ -133,47 +243,72 @@ def _describe(name: str, param: nn.Parameter) -> ParamMeta:
     )
 
 
+def _mixed_precision(job_config: TitanJobConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of gathers and of reductions."""
+    training = job_config.training
+    return (
+        TORCH_DTYPE_MAP[training.mixed_precision_param],
+        TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+    )
+
+
+def _transport_factory(job_config: TitanJobConfig) -> TransportFactory:
+    param_dtype, reduce_dtype = _mixed_precision(job_config)
+    transport = owner_fsdp_of(job_config).transport
+    return TransportFactory(transport, param_dtype.itemsize, reduce_dtype.itemsize)
+
+
 def _apply_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: OwnerPlan | None,
+    factory: TransportFactory,
     context: OwnerContext,
     job_config: TitanJobConfig,
 ) -> None:
     """FSDP2 as TorchTitan applies it, with owner shards for the blocks where there is a plan."""
-    training = job_config.training
-    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    param_dtype, reduce_dtype = _mixed_precision(job_config)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": (
+            CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy()
+        ),
+    }
     policy = job_config.parallelism.fsdp_reshard_after_forward
-    reshard = policy != "never"
-    factory = TransportFactory(
-        owner_fsdp_of(job_config).transport,
-        param_dtype.itemsize,
-        reduce_dtype.itemsize,
+    # With a pipeline, by default keep parameters from one microbatch to the next, as stock does.
+    is_pipelined = job_config.parallelism.pipeline_parallel_degree > 1
+    reshard = policy == "always" or (policy == "default" and not is_pipelined)
+    # A pipeline stage lacks what other stages hold: TorchTitan leaves None in its place.
+    children = dict(model.named_children())
+    embedding = children.get("tok_embeddings")
+    last = [children[name] for name in ("norm", "output") if name in children]
+    tied = (
+        embedding is not None
+        and "output" in children
+        and children["output"].get_parameter("weight") is embedding.get_parameter("weight")
     )
-    embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
-    tied = output.get_parameter("weight") is embedding.get_parameter("weight")
-    if not tied:
-        fully_shard(embedding, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+    if embedding is not None and not tied:
+        fully_shard(embedding, **options, reshard_after_forward=reshard)
     for name, block in model.get_submodule("layers").named_children():
         if plan is None:
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+            fully_shard(block, **options, reshard_after_forward=reshard)
         else:
             owner_shard(
                 block,
                 plan.block(f"layers.{name}"),
-                mesh=mesh,
+                **options,
                 transport=factory,
                 context=context,
-                mp_policy=mp_policy,
                 reshard_after_forward=reshard,
             )
     # One FSDP unit for a tied weight: torch refuses to manage it in two. Like stock, the last
     # unit is kept after forward by default, since backward needs it at once.
-    last = [embedding, norm, output] if tied else [norm, output]
-    fully_shard(last, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=policy == "always")
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    if embedding is not None and tied:
+        last = [embedding, *last]
+    if last:
+        fully_shard(last, **options, reshard_after_forward=policy == "always")
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The trainer divides the loss by the global number of tokens: gradients are sums.
@@ -181,7 +316,7 @@ def _apply_fsdp(
             # gloo has no PREMUL_SUM, which FSDP2 would use for the factor.
             module.set_force_sum_reduction_for_comms(True)
             # A parameter that this rank's batch did not use counts as a zero gradient.
-            module.set_reduce_scatter_unused_params(True)
+            count_unused_parameters(module)
 
 
 def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: ParallelDims) -> None:
@@ -203,6 +338,9 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
     if plan is None:
         logger.info(_describe_unplanned(parallel_dims))
         return
+    if not plan.blocks:
+        logger.info("Owner plan: this pipeline rank holds no transformer block")
+        return
     owned = plan.rank_bytes()
     gammas = sorted(plan.gammas())
     logger.info(
@@ -212,12 +350,24 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         f"{min(owned):,} max {max(owned):,} (max/mean {plan.imbalance:.3f}); gamma per block min "
         f"{gammas[0]:.2f} median {gammas[len(gammas) // 2]:.2f} max {gammas[-1]:.2f}"
     )
+    if parallel_dims.tp_enabled:
+        logger.info(
+            f"Each rank of the plan is a column of {parallel_dims.tp} tensor-parallel ranks, which "
+            "share its bytes"
+        )
+    if setup.steppers:
+        work = [0] * parallel_dims.dp_replicate
+        for replica in setup.steppers.values():
+            work[replica] += 1
+        logger.info(f"Replicas are partitioned: they step {work} matrices, and send them on")
+    elif owner_fsdp_of(job_config).replicas == "partitioned":
+        logger.warning('owner_fsdp.replicas = "partitioned" has no effect: there is one replica')
     roles_per_block = plan.num_roles / len(plan.blocks)
     if plan.world_size > roles_per_block:
         logger.warning(
             f"{plan.world_size} ranks share {roles_per_block:.1f} roles per block: in each block "
-            f"some ranks own nothing, and gathers cost up to {gammas[-1]:.2f} times FSDP's "
-            "all-gather (gamma). A smaller data_parallel_shard_degree with more replicas lowers it."
+            f"some ranks own nothing (gamma up to {gammas[-1]:.2f}), and transports move more than "
+            "FSDP's all-gather. A smaller data_parallel_shard_degree with more replicas lowers it."
         )
     idle = [rank for rank, size in enumerate(owned) if size == 0]
     if idle:
@@ -227,11 +377,11 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
 
 
 def _describe_unplanned(parallel_dims: ParallelDims) -> str:
-    if parallel_dims.dp_shard_enabled:
+    if parallel_dims.fsdp_enabled:
         return "owner_fsdp.mode is stock: FSDP2 row shards, Muon gathers each matrix at the step"
     if parallel_dims.dp_replicate_enabled:
         return "Shard degree is 1: replicated parameters (DDP), every rank steps all of them"
-    return "One device: nothing is sharded, the optimizers step on whole parameters"
+    return "Nothing is sharded: the optimizers step on whole parameters"
 
 
 def _some(values: Sequence[int], limit: int = 8) -> str:

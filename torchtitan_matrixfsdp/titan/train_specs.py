@@ -18,6 +18,7 @@ from torchtitan_matrixfsdp.titan.metrics import build_metrics_processor
 from torchtitan_matrixfsdp.titan.model import OwnerLlama3, OwnerQwen3
 from torchtitan_matrixfsdp.titan.optimizers import build_optimizers, build_schedulers
 from torchtitan_matrixfsdp.titan.parallelize import parallelize_owner_model
+from torchtitan_matrixfsdp.titan.pipeline import pipeline_owner_model
 from torchtitan_matrixfsdp.titan.validation import validate_job_config
 
 LLAMA3 = "llama3_owner"
@@ -34,7 +35,7 @@ def dense_flavors(name: str) -> Mapping[str, BaseModelArgs]:
 
 def _build_tokenizer(job_config: TitanJobConfig) -> BaseTokenizer:
     # The first of our hooks that TorchTitan's own entry point calls with the configuration.
-    flavors = list(dense_flavors(job_config.model.name))
+    flavors = dense_flavors(job_config.model.name)
     validate_job_config(job_config, dist.get_world_size(), flavors)
     return build_hf_tokenizer(job_config)
 
@@ -45,7 +46,7 @@ def _owner_spec(stock: TrainSpec, model_cls: type[Any], name: str) -> TrainSpec:
         model_cls=model_cls,
         model_args=dense_flavors(name),
         parallelize_fn=parallelize_owner_model,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_owner_model,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_schedulers,
         build_tokenizer_fn=_build_tokenizer,

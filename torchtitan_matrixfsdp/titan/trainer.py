@@ -12,6 +12,7 @@ from torchtitan.train import Trainer
 from torchtitan_matrixfsdp.titan import job_config as our_sections
 from torchtitan_matrixfsdp.titan.checks import ConfigError
 from torchtitan_matrixfsdp.titan.parallelize import route_model
+from torchtitan_matrixfsdp.titan.tensor_parallel import check_model_cut
 from torchtitan_matrixfsdp.titan.train_specs import MODEL_NAMES, dense_flavors
 from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of, validate_job_config
 
@@ -27,9 +28,11 @@ class OwnerTrainer(Trainer):
         name = job_config.model.name
         if name in MODEL_NAMES:
             flavors = dense_flavors(name)
-            validate_job_config(job_config, int(os.environ["WORLD_SIZE"]), list(flavors))
+            validate_job_config(job_config, int(os.environ["WORLD_SIZE"]), flavors)
+            args = flavors[job_config.model.flavor]
+            check_model_cut(job_config, args)
             with torch.device("meta"):
-                model = get_train_spec(name).model_cls(flavors[job_config.model.flavor])
+                model = get_train_spec(name).model_cls(args)
             route_model(model, matrix_optimizer_of(job_config))
         elif job_config.job.custom_config_module == our_sections.__name__:
             raise ConfigError(

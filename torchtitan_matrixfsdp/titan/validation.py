@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -18,11 +19,14 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
+from torchtitan_matrixfsdp.titan.stages import check_layers, compiles_blocks
+from torchtitan_matrixfsdp.titan.tensor_parallel import check_tensor_parallel
 
 
 def owner_fsdp_of(config: TitanJobConfig) -> OwnerFSDP:
@@ -91,7 +95,9 @@ def _check_keys(prefix: str, table: Mapping[str, Any], legal: Mapping[str, Any])
 
 
 def validate_job_config(
-    config: TitanJobConfig, world_size: int, flavors: list[str] | None = None
+    config: TitanJobConfig,
+    world_size: int,
+    flavors: Mapping[str, BaseModelArgs] | None = None,
 ) -> None:
     """Check a whole merged configuration.
 
@@ -110,11 +116,14 @@ def validate_job_config(
     _check_ranges(config)
     _refuse_unsupported(config)
     _check_mesh(config, world_size)
+    check_tensor_parallel(config, owner_fsdp_of(config), world_size)
     if flavors is not None and config.model.flavor not in flavors:
         raise ConfigError(
             f"model.flavor: received {config.model.flavor!r}; legal for {config.model.name}: "
-            f"{flavors}. Mixture-of-experts flavors are not supported by this plugin."
+            f"{list(flavors)}. Mixture-of-experts flavors are not supported by this plugin."
         )
+    if flavors is not None:
+        check_layers(config, flavors[config.model.flavor])
     _check_data(config)
 
 
@@ -154,26 +163,17 @@ def _check_ranges(config: TitanJobConfig) -> None:
 def _refuse_unsupported(config: TitanJobConfig) -> None:
     parallelism, training = config.parallelism, config.training
     checkpoint = config.checkpoint
-    is_owned = owner_fsdp_of(config).mode == "zero3" and parallelism.data_parallel_shard_degree != 1
+    is_sharded = (
+        parallelism.data_parallel_shard_degree != 1 or parallelism.context_parallel_degree != 1
+    )
+    is_owned = owner_fsdp_of(config).mode == "zero3" and is_sharded
     has_accelerator = torch.accelerator.is_available()
     refused: list[tuple[str, Any, bool, str]] = [
         (
-            "parallelism.tensor_parallel_degree",
-            parallelism.tensor_parallel_degree,
-            parallelism.tensor_parallel_degree != 1,
-            "set it to 1",
-        ),
-        (
-            "parallelism.pipeline_parallel_degree",
-            parallelism.pipeline_parallel_degree,
-            parallelism.pipeline_parallel_degree != 1,
-            "set it to 1",
-        ),
-        (
             "parallelism.context_parallel_degree",
             parallelism.context_parallel_degree,
-            parallelism.context_parallel_degree != 1,
-            "set it to 1",
+            parallelism.context_parallel_degree != 1 and not has_accelerator,
+            "set it to 1 on CPU (torch has no context-parallel attention there)",
         ),
         (
             "parallelism.expert_parallel_degree",
@@ -184,20 +184,15 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
         (
             "training.enable_cpu_offload",
             training.enable_cpu_offload,
-            training.enable_cpu_offload,
-            "set it to false",
-        ),
-        (
-            "compile.enable",
-            config.compile.enable,
-            config.compile.enable and "model" in config.compile.components,
-            'set it to false, or compile.components = ["loss"]',
+            training.enable_cpu_offload and not has_accelerator,
+            "set it to false on CPU (there is nothing to offload from)",
         ),
         (
             "activation_checkpoint.mode",
             config.activation_checkpoint.mode,
-            config.activation_checkpoint.mode == "memory_budget",
-            'it needs torch.compile; set "none", "selective" or "full"',
+            config.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(config),
+            "it is a setting of the compiler: set compile.enable = true with the component "
+            '"model", or "none", "selective" or "full"',
         ),
         (
             "model.converters (float8, mx)",
@@ -254,22 +249,47 @@ def _check_mesh(config: TitanJobConfig, world_size: int) -> None:
     parallelism = config.parallelism
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
-    check_range("parallelism.data_parallel_replicate_degree", replicate, low=1)
+    others = {
+        "context_parallel_degree": parallelism.context_parallel_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+    }
+    for name, degree in {"data_parallel_replicate_degree": replicate, **others}.items():
+        check_range(f"parallelism.{name}", degree, low=1)
     if shard != -1:
         check_range("parallelism.data_parallel_shard_degree", shard, low=1)
-    fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
+    model_ranks = math.prod(others.values())
+    given = replicate * model_ranks * max(shard, 1)
+    fits = world_size % given == 0 if shard == -1 else world_size == given
     if not fits:
+        more = "".join(f", {name} = {degree}" for name, degree in others.items() if degree > 1)
         raise ConfigError(
             f"the job has {world_size} processes, but parallelism.data_parallel_replicate_degree = "
-            f"{replicate} and data_parallel_shard_degree = {shard} (-1: what is left) do not "
+            f"{replicate} and data_parallel_shard_degree = {shard} (-1: what is left){more} do not "
             "multiply to that. Change a degree, or start a matching number of processes."
         )
     training = config.training
-    step = training.local_batch_size * world_size
+    # The ranks of a pipeline and of a context-parallel group share their samples.
+    step = training.local_batch_size * (world_size // model_ranks)
     if training.global_batch_size > 0 and training.global_batch_size % step:
         raise ConfigError(
             f"training.global_batch_size: received {training.global_batch_size}; legal: a multiple "
             f"of local_batch_size x data-parallel degree = {step}, or -1 for {step}."
+        )
+    context = parallelism.context_parallel_degree
+    if context > 1 and training.seq_len % (2 * context):
+        raise ConfigError(
+            f"training.seq_len: received {training.seq_len}; legal: a multiple of 2 x "
+            f"parallelism.context_parallel_degree = {2 * context}, since a rank holds two chunks "
+            "of each sequence. Change one of them."
+        )
+    shards = world_size // (replicate * model_ranks) * context
+    if parallelism.pipeline_parallel_degree > 1 and replicate > 1 and shards == 1:
+        raise ConfigError(
+            f"parallelism.data_parallel_replicate_degree: received {replicate} with "
+            f"pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} and nothing "
+            "sharded; legal: 1, since TorchTitan has no DDP within a pipeline; use "
+            "data_parallel_shard_degree instead."
         )
 
 

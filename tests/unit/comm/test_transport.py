@@ -2,112 +2,100 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from tests.unit.layout.models import BlockMeta, Model, param
+from tests.unit.layout.models import block_of
 from torchtitan_matrixfsdp.comm import (
+    TRANSPORT_NAMES,
     TRANSPORTS,
+    BalancedTransport,
+    BroadcastTransport,
     P2PTransport,
     Traffic,
     TrafficCounter,
-    transport_factory,
+    TransportFactory,
     view_segment,
 )
-from torchtitan_matrixfsdp.layout import BlockPlan, Segment, make_plan
+from torchtitan_matrixfsdp.layout import (
+    TRANSPORT_MODELS,
+    BlockPlan,
+    Segment,
+    arrange_by_owner,
+    arrange_in_slices,
+    choose_transport,
+)
 
-ODD = {"a.w1": (7, 5), "a.w2": (1, 9), "a.w3": (33, 128), "a.bias": (13,)}
-SIZES = (1, 2, 3, 4, 8)
-
-
-def plan_block(world_size: int, shapes: dict[str, tuple[int, ...]]) -> BlockPlan:
-    """A block whose 2D weights are matrices, each with an owner of its own if there are enough."""
-    model = Model(
-        (BlockMeta("a", tuple(param(fqn, shape) for fqn, shape in shapes.items())),),
-        frozenset(fqn for fqn, shape in shapes.items() if len(shape) == 2),
-    )
-    return make_plan("role_greedy", model.blocks, model.matrices, world_size).block("a")
+every_transport = pytest.mark.parametrize("name", sorted(TRANSPORTS))
 
 
-def owned_elements(block: BlockPlan) -> list[int]:
-    """By rank, from the shapes alone."""
-    owned = [0] * block.world_size
-    for shard in block.shards:
-        owned[shard.owner] += math.prod(shard.shape)
-    return owned
-
-
-BLOCKS = {
-    "odd shapes": ODD,
-    "one owner for all": {"a.b1": (5,), "a.b2": (7,), "a.b3": (1,)},
-    "one matrix": {"a.w": (7, 5)},
-    "zero-sized": {"a.w1": (0, 4), "a.w2": (3, 3)},
-    "no elements": {"a.w1": (0, 4)},
-    "no parameters": {},
-}
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", list(BLOCKS))
-def test_predictions_have_their_closed_form(name: str, world_size: int) -> None:
-    block = plan_block(world_size, BLOCKS[name])
-    owned = owned_elements(block)
-    total = sum(owned)
-    owning = sum(elements > 0 for elements in owned)
-    assert total == sum(math.prod(shape) for shape in BLOCKS[name].values())
-    for itemsize in (2, 4, 8):
-        counter = TrafficCounter()
-        transports = [P2PTransport(block, rank, counter) for rank in range(world_size)]
-        gathers = [transport.predict_gather(itemsize) for transport in transports]
-        reduces = [transport.predict_reduce(itemsize) for transport in transports]
-        for rank, elements in enumerate(owned):
-            to_owner = world_size - 1 if elements else 0
-            others = owning - (elements > 0)
-            assert gathers[rank] == Traffic((world_size - 1) * elements * itemsize, to_owner)
-            assert reduces[rank] == Traffic((total - elements) * itemsize, others)
-        # Both directions move every element to, or from, the W - 1 ranks without it.
-        everything = Traffic((world_size - 1) * total * itemsize, (world_size - 1) * owning)
-        assert sum(gathers, Traffic()) == sum(reduces, Traffic()) == everything
-        assert counter.totals == {}, "predicting is not sending"
-
-
-def test_predictions_by_hand() -> None:
-    # Each rank sends its own matrix in a gather and its gradient of the other's in a reduction.
-    block = plan_block(2, {"a.w1": (7, 5), "a.w2": (1, 9)})
-    assert [block.owned_numel(rank) for rank in range(2)] == [35, 9]
-    first, second = (P2PTransport(block, rank, TrafficCounter()) for rank in range(2))
-    assert (first.predict_gather(4), first.predict_reduce(2)) == (Traffic(140, 1), Traffic(18, 1))
-    assert (second.predict_gather(4), second.predict_reduce(2)) == (Traffic(36, 1), Traffic(70, 1))
-
-
-def test_some_blocks_leave_ranks_without_a_matrix() -> None:
-    """Case 20: the table above really has them."""
-    assert owned_elements(plan_block(8, ODD)).count(0) >= 4
-    assert owned_elements(plan_block(4, BLOCKS["one owner for all"])).count(0) == 3
-
-
-def test_one_rank_sends_nothing_and_needs_no_group() -> None:
-    """Case 19: W = 1 is the same code."""
-    block = plan_block(1, ODD)
+def predictions(name: str, block: BlockPlan, itemsize: int) -> list[tuple[Traffic, Traffic]]:
+    """By rank: the traffic of a gather and of a reduction."""
     counter = TrafficCounter()
-    transport = P2PTransport(block, 0, counter)
-    buffer = torch.arange(float(block.numel))
+    ranks = [TRANSPORTS[name](block, rank, counter) for rank in range(block.world_size)]
+    found = [(t.predict_gather(itemsize), t.predict_reduce(itemsize)) for t in ranks]
+    assert counter.totals == {}, "predicting is not sending"
+    return found
+
+
+def test_p2p_by_hand() -> None:
+    # Each rank sends its own matrix in a gather and its gradient of the other's in a reduction.
+    first, second = predictions("p2p", block_of(2, [(35, 0), (9, 1)]), 4)
+    assert first == (Traffic(140, 1), Traffic(36, 1))
+    assert second == (Traffic(36, 1), Traffic(140, 1))
+
+
+def test_broadcast_by_hand() -> None:
+    # 0 -> 1 -> 2 with 35 elements, 1 -> 2 -> 0 with 9; the reductions go back the same way.
+    first, second, third = predictions("broadcast", block_of(3, [(35, 0), (9, 1)]), 2)
+    assert first == (Traffic(2 * 35, 1), Traffic(2 * 9, 1))
+    assert second == (Traffic(2 * 44, 2), Traffic(2 * 35, 1))
+    assert third == (Traffic(2 * 9, 1), Traffic(2 * 44, 2))
+
+
+def test_balanced_by_hand() -> None:
+    # Slices of 24; 16 of the 64 elements of rank 0 stand in rank 2's, 24 in rank 1's.
+    first, second, third = predictions("balanced", block_of(3, [(64, 0)]), 8)
+    assert first == (Traffic(8 * (48 + 40), 2 + 2), Traffic(8 * 48, 2))
+    assert second == (Traffic(8 * 48, 2), Traffic(8 * (48 + 24), 2 + 1))
+    assert third == (Traffic(8 * 48, 2), Traffic(8 * (48 + 16), 2 + 1))
+
+
+@every_transport
+@pytest.mark.parametrize(
+    "block", [block_of(3, []), block_of(3, [(0, 1)], tail=[0]), block_of(1, [(5, 0)], tail=[3])]
+)
+def test_one_rank_or_an_empty_block_sends_nothing(name: str, block: BlockPlan) -> None:
+    assert predictions(name, block, 4) == [(Traffic(), Traffic())] * block.world_size
+
+
+@every_transport
+def test_one_rank_needs_no_group(name: str) -> None:
+    """Case 19: W = 1 is the same code."""
+    block = block_of(1, [(35, 0), (0, 0), (9, 0)], tail=[13])
+    counter = TrafficCounter()
+    transport = TRANSPORTS[name](block, 0, counter)
+    buffer = torch.arange(float(transport.layout.numel))
     before = buffer.clone()
     assert transport.gather(buffer, None) == []  # type: ignore[arg-type]
+    assert torch.equal(buffer, before)
     reduced = transport.reduce(buffer, None)  # type: ignore[arg-type]
-    assert torch.equal(reduced, before) and torch.equal(buffer, before)
     buffer.zero_()  # the caller may free or reuse it
-    assert torch.equal(reduced, before)
+    assert reduced.shape == (transport.layout.packed_numel(0),)
+    for shard in block.shards:
+        segment = transport.layout.segments[shard.fqn]
+        offset = transport.layout.offset_in_runs(segment, 0)
+        part = reduced.narrow(0, offset, segment.numel)
+        assert torch.equal(part, view_segment(before, segment))
     assert counter.total("gather") == counter.total("reduce") == Traffic(0, 0)
 
 
+@every_transport
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_ranks_count_within_the_group(rank: int) -> None:
+def test_ranks_count_within_the_group(name: str, rank: int) -> None:
     """Case 24: a global rank is refused where it can be told."""
     with pytest.raises(ValueError, match=f"rank {rank} is not in the shard group"):
-        P2PTransport(plan_block(2, ODD), rank, TrafficCounter())
+        TRANSPORTS[name](block_of(2, [(35, 0)]), rank, TrafficCounter())
 
 
 def test_view_segment_is_a_view() -> None:
@@ -118,18 +106,48 @@ def test_view_segment_is_a_view() -> None:
     assert view_segment(buffer, Segment(10, 0)).numel() == 0
 
 
-def test_transports_by_name() -> None:
-    assert transport_factory("p2p") is TRANSPORTS["p2p"] is P2PTransport
+@every_transport
+def test_transports_by_name(name: str) -> None:
+    block = block_of(2, [(35, 0), (9, 1)])
+    factory = TransportFactory(name)
+    assert factory.choose(block) == name
+    transport = factory(factory.choose(block), block, 1, TrafficCounter())
+    assert type(transport) is TRANSPORTS[name]
+    assert transport.name == name
+    arrange = arrange_in_slices if name == "balanced" else arrange_by_owner
+    assert transport.layout == arrange(block)
+
+
+def test_every_transport_has_its_model() -> None:
+    assert set(TRANSPORTS) == set(TRANSPORT_MODELS)
+    assert set(TRANSPORTS.values()) == {P2PTransport, BroadcastTransport, BalancedTransport}
+    assert ("auto", *TRANSPORTS) == TRANSPORT_NAMES
+
+
+def test_auto_chooses_by_block_and_by_itemsize() -> None:
+    even = block_of(8, [(1 << 20, rank) for rank in range(8)])
+    one_owner = block_of(8, [(1 << 26, 3)])
+    factory = TransportFactory("auto", gather_itemsize=2, reduce_itemsize=4)
+    assert [factory.choose(block) for block in (even, one_owner)] == ["balanced", "broadcast"]
+    # Two owners beside six idle ranks: fewer messages or fewer bytes, by the size of an element.
+    near = block_of(8, [(14_000, 0), (14_000, 4)])
+    for itemsizes in ((1, 1), (4, 4), (8, 8)):
+        assert TransportFactory("auto", *itemsizes).choose(near) == choose_transport(
+            near, *itemsizes
+        )
+    assert TransportFactory("auto", 1, 1).choose(near) != TransportFactory("auto", 8, 8).choose(
+        near
+    )
 
 
 @pytest.mark.parametrize("name", ["P2P", "nccl", ""])
 def test_an_unknown_transport(name: str) -> None:
     with pytest.raises(ValueError, match=r"owner_fsdp\.transport") as raised:
-        transport_factory(name)
+        TransportFactory(name)
     message = str(raised.value)
     assert f"received {name!r}" in message
-    assert "legal: ['p2p']" in message
-    assert 'Set owner_fsdp.transport = "p2p"' in message
+    assert "legal: ['auto', 'p2p', 'broadcast', 'balanced']" in message
+    assert 'Set owner_fsdp.transport = "auto"' in message
 
 
 def test_counter_adds_by_operation() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from torchtitan_matrixfsdp.layout import BlockMeta, ParamMeta
+from torchtitan_matrixfsdp.layout import BlockMeta, BlockPlan, MatrixShard, ParamMeta, RoleKind
+from torchtitan_matrixfsdp.layout.block_plan import check_block
 
 SMALL = settings(max_examples=60, deadline=None)
 
@@ -90,3 +91,49 @@ def models(draw: st.DrawFn) -> Model:
 
 
 world_sizes = st.integers(min_value=1, max_value=64)
+
+
+def block_of(
+    world_size: int,
+    weights: Sequence[tuple[int, int]],
+    tail: Sequence[int] = (),
+    tail_owner: int = 0,
+    frozen: Collection[int] = (),
+) -> BlockPlan:
+    """A block "a" with owners chosen by hand.
+
+    ``weights`` holds (numel, owner) of w0, w1, ..., of which those in ``frozen`` are frozen;
+    ``tail`` the numels of t0, t1, ... The tail's parameters stand between the weights.
+    """
+    shards = []
+    for i, (numel, owner) in enumerate(weights):
+        kind = RoleKind.FROZEN if i in frozen else RoleKind.MATRIX
+        shards.append(_shard(f"a.w{i}", (1, numel), kind, owner))
+        if i < len(tail):
+            shards.append(_shard(f"a.t{i}", (tail[i],), RoleKind.TAIL, tail_owner))
+    for i, numel in list(enumerate(tail))[len(weights) :]:
+        shards.append(_shard(f"a.t{i}", (numel,), RoleKind.TAIL, tail_owner))
+    plan = BlockPlan("a", world_size, tuple(shards))
+    check_block(plan)
+    return plan
+
+
+def _shard(fqn: str, shape: tuple[int, ...], kind: RoleKind, owner: int) -> MatrixShard:
+    return MatrixShard(fqn, shape, "float32", 4, kind, kind is not RoleKind.FROZEN, "a", owner)
+
+
+@st.composite
+def block_plans(
+    draw: st.DrawFn,
+    max_world: int = 9,
+    max_weights: int = 9,
+    min_weights: int = 0,
+    multiple_of: int = 1,
+) -> BlockPlan:
+    """Any owners, balanced or not; numels are multiples of ``multiple_of``, empty ones included."""
+    world_size = draw(st.integers(1, max_world))
+    owners = st.integers(0, world_size - 1)
+    numels = st.integers(0, 70 // multiple_of).map(lambda n: n * multiple_of)
+    weights = draw(st.lists(st.tuples(numels, owners), min_size=min_weights, max_size=max_weights))
+    frozen = draw(st.sets(st.integers(0, max_weights), max_size=2))
+    return block_of(world_size, weights, draw(st.lists(numels, max_size=4)), draw(owners), frozen)

@@ -181,7 +181,7 @@ def test_balanced_exceeds_fsdp_by_its_overflow_at_most(model, world_size):
         ]
         assert max(padding) <= ALIGNMENT * (2 + len(block.shards) / world_size)
         for rank in range(world_size):
-            gathers[rank] += (world_size - 1) * padding[0] + gathered.owned_numel(rank)
+            gathers[rank] += (world_size - 1) * padding[0] + gathered.packed_numel(rank)
             reductions[rank] += (world_size - 1) * padding[1] + reduced.slice_numel
     shape = StepShape(2, 4)
     ours = owner_accounts(plan, "balanced", shape)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +13,10 @@ from torchtitan_matrixfsdp.layout import (
     OwnerPlan,
     PlanError,
     RoleKind,
-    Segment,
 )
 
 
-def placed(fqn: str, shape: tuple[int, ...], kind: RoleKind, owner: int, start: int) -> MatrixShard:
+def placed(fqn: str, shape: tuple[int, ...], kind: RoleKind, owner: int) -> MatrixShard:
     return MatrixShard(
         fqn=fqn,
         shape=shape,
@@ -28,12 +26,11 @@ def placed(fqn: str, shape: tuple[int, ...], kind: RoleKind, owner: int, start: 
         trainable=kind is not RoleKind.FROZEN,
         block=fqn.rpartition(".")[0],
         owner=owner,
-        segment=Segment(start, math.prod(shape)),
     )
 
 
-# In layers.0 rank 0 owns [0, 16), rank 1 [16, 28), rank 2 [28, 44); layers.1 is rank 1's alone.
-# Rank 3 owns nothing.
+# Of layers.0 rank 0 owns 16 elements, rank 1 12 and rank 2 16; layers.1 is rank 1's alone. Rank 3
+# owns nothing.
 PLAN = OwnerPlan(
     planner="by_hand",
     world_size=4,
@@ -42,19 +39,37 @@ PLAN = OwnerPlan(
             "layers.0",
             4,
             (
-                placed("layers.0.norm", (4,), RoleKind.TAIL, owner=2, start=38),
-                placed("layers.0.wq", (4, 4), RoleKind.MATRIX, owner=0, start=0),
-                placed("layers.0.wo", (4, 3), RoleKind.MATRIX, owner=1, start=16),
-                placed("layers.0.bias", (2,), RoleKind.TAIL, owner=2, start=42),
-                placed("layers.0.base", (2, 5), RoleKind.FROZEN, owner=2, start=28),
+                placed("layers.0.norm", (4,), RoleKind.TAIL, owner=2),
+                placed("layers.0.wq", (4, 4), RoleKind.MATRIX, owner=0),
+                placed("layers.0.wo", (4, 3), RoleKind.MATRIX, owner=1),
+                placed("layers.0.bias", (2,), RoleKind.TAIL, owner=2),
+                placed("layers.0.base", (2, 5), RoleKind.FROZEN, owner=2),
             ),
         ),
-        BlockPlan(
-            "layers.1", 4, (placed("layers.1.wq", (4, 4), RoleKind.MATRIX, owner=1, start=0),)
-        ),
+        BlockPlan("layers.1", 4, (placed("layers.1.wq", (4, 4), RoleKind.MATRIX, owner=1),)),
     ),
     chosen="by_hand",
 )
+
+
+def test_fragments_take_the_place_of_the_whole():
+    """A tensor-parallel rank's block: the same owners and order, some parts empty."""
+    block = PLAN.blocks[0]
+    shapes = {
+        "layers.0.norm": (4,),
+        "layers.0.wq": (2, 4),
+        "layers.0.wo": (0, 3),
+        "layers.0.bias": (2,),
+        "layers.0.base": (2, 3),
+    }
+    fragments = block.fragmented(shapes)
+    assert [(s.fqn, s.owner) for s in fragments.shards] == [(s.fqn, s.owner) for s in block.shards]
+    assert {s.fqn: s.shape for s in fragments.shards} == shapes
+    assert [fragments.owned_numel(rank) for rank in range(4)] == [8, 0, 12, 0]
+    assert fragments.numel == 20
+    OwnerPlan(planner="by_hand", world_size=4, blocks=(fragments,), chosen="by_hand")  # valid
+    assert fragments.trainable().numel == 14
+    assert block.fragmented({s.fqn: s.shape for s in block.shards}) == block
 
 
 def with_shard(fqn: str, /, **changes: Any) -> OwnerPlan:
@@ -77,21 +92,10 @@ def test_sizes_of_a_block():
     block = PLAN.block("layers.0")
     assert (block.numel, block.nbytes) == (44, 176)
     assert block.owners == (0, 1, 2)
-    assert [block.owner_range(rank) for rank in range(4)] == [
-        Segment(0, 16),
-        Segment(16, 12),
-        Segment(28, 16),
-        Segment(44, 0),
-    ]
     assert [block.owned_numel(rank) for rank in range(4)] == [16, 12, 16, 0]
     assert [block.owned_bytes(rank) for rank in range(4)] == [64, 48, 64, 0]
     assert block.gamma == 4 * 64 / 176
-    assert [PLAN.block("layers.1").owner_range(rank) for rank in range(4)] == [
-        Segment(0, 0),
-        Segment(0, 16),
-        Segment(16, 0),
-        Segment(16, 0),
-    ]
+    assert [PLAN.block("layers.1").owned_numel(rank) for rank in range(4)] == [0, 16, 0, 0]
 
 
 def test_sizes_of_a_plan():
@@ -121,7 +125,7 @@ def test_look_ups():
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_ranks_outside_the_group_are_refused(rank):
     block = PLAN.block("layers.0")
-    for ask in (PLAN.owned_bytes, block.owner_range, block.owned_numel, block.owned_bytes):
+    for ask in (PLAN.owned_bytes, block.owned_numel, block.owned_bytes):
         with pytest.raises(ValueError, match=f"rank {rank} .*legal: 0 to 3"):
             ask(rank)
 
@@ -139,34 +143,6 @@ def test_ranks_outside_the_group_are_refused(rank):
         ),
         (lambda: with_shard("layers.0.wq", owner=4), ["layers.0.wq", "owner is 4", "0 to 3"]),
         (lambda: with_shard("layers.0.wq", owner=-1), ["layers.0.wq", "owner is -1", "0 to 3"]),
-        (
-            lambda: with_shard("layers.0.wo", segment=Segment(15, 12)),
-            ["layers.0.wo", "starts at element 15", "overlaps", "legal: 16", "layers.0.wq"],
-        ),
-        (
-            lambda: with_shard("layers.0.wo", segment=Segment(17, 12)),
-            ["layers.0.wo", "starts at element 17", "gap", "legal: 16", "layers.0.wq"],
-        ),
-        (
-            lambda: with_shard("layers.0.wq", segment=Segment(1, 16)),
-            ["layers.0.wq", "starts at element 1", "gap", "legal: 0", "beginning"],
-        ),
-        (
-            lambda: with_shard("layers.1.wq", segment=Segment(-2, 16)),
-            ["layers.1.wq", "starts at element -2", "overlaps", "legal: 0"],
-        ),
-        (
-            lambda: with_first_block(lambda b: replace(b, shards=b.shards[:2] + b.shards[3:])),
-            ["layers.0.base", "starts at element 28", "gap", "legal: 16"],
-        ),
-        (
-            lambda: with_shard("layers.0.wq", segment=Segment(0, 15)),
-            ["layers.0.wq", "15 elements", "legal: 16", "(4, 4)"],
-        ),
-        (
-            lambda: with_shard("layers.0.wq", owner=3),
-            ["layers.0.wo", "owner 1", "owner 3", "ordered by owner"],
-        ),
         (
             lambda: with_shard("layers.0.bias", owner=3),
             ["layers.0.bias", "owner is 3", "legal: 2", "tail", "layers.0.norm"],
@@ -201,23 +177,27 @@ def test_a_broken_plan_cannot_be_built(mutate, fragments):
     assert not [part for part in fragments if part not in message], message
 
 
-def test_empty_parameters_take_no_room_wherever_they_stand():
+def test_ranks_that_own_empty_parameters_only_are_owners_of_nothing():
     shards = (
-        placed("a.e0", (0, 3), RoleKind.MATRIX, owner=0, start=0),
-        placed("a.w0", (2, 2), RoleKind.MATRIX, owner=0, start=0),
-        placed("a.e1", (3, 0), RoleKind.MATRIX, owner=0, start=4),
-        placed("a.e2", (0,), RoleKind.TAIL, owner=1, start=4),
-        placed("a.w1", (1, 5), RoleKind.MATRIX, owner=3, start=4),
-        placed("a.e3", (0, 1), RoleKind.MATRIX, owner=3, start=9),
+        placed("a.e0", (0, 3), RoleKind.MATRIX, owner=0),
+        placed("a.e1", (0,), RoleKind.TAIL, owner=1),
+        placed("a.w1", (1, 5), RoleKind.MATRIX, owner=3),
+        placed("a.e2", (0, 1), RoleKind.MATRIX, owner=3),
     )
     block = OwnerPlan("by_hand", 4, (BlockPlan("a", 4, shards),), "by_hand").block("a")
     assert block.owners == (0, 1, 3)
-    assert [block.owner_range(rank) for rank in range(4)] == [
-        Segment(0, 4),
-        Segment(4, 0),
-        Segment(4, 0),
-        Segment(4, 5),
-    ]
+    assert [block.owned_numel(rank) for rank in range(4)] == [0, 0, 0, 5]
+    assert block.gamma == 4.0
+
+
+def test_the_trainable_part_of_a_block():
+    block = PLAN.block("layers.0")
+    part = block.trainable()
+    assert [shard.fqn.rpartition(".")[2] for shard in part.shards] == ["norm", "wq", "wo", "bias"]
+    assert (part.name, part.world_size, part.numel, part.owners) == ("layers.0", 4, 34, (0, 1, 2))
+    assert [part.owned_numel(rank) for rank in range(4)] == [16, 12, 6, 0]
+    assert block.numel == 44, "the gathered block still has the frozen weights"
+    assert part.trainable() is part
 
 
 def test_json_is_canonical_and_complete():
@@ -233,8 +213,6 @@ def test_json_is_canonical_and_complete():
         "kind": "matrix",
         "trainable": True,
         "owner": 0,
-        "start": 0,
-        "numel": 16,
     }
 
 

@@ -48,7 +48,7 @@ def test_config_is_valid_and_plans(path, corpus_dir: CorpusPaths) -> None:
     ]
     check_toml_file(arguments)
     config = ConfigManager().parse_args(arguments)
-    validate_job_config(config, 8, list(dense_flavors(config.model.name)))
+    validate_job_config(config, 8, dense_flavors(config.model.name))
     section = owner_fsdp_of(config)
     include = matrix_optimizer_of(config).include
     plan = plan_of(config.model.name, config.model.flavor, section.planner, 8, include)

@@ -12,6 +12,8 @@ import torch.nn as nn
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 
+from torchtitan_matrixfsdp.comm import TrafficCounter
+from torchtitan_matrixfsdp.runtime import PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.optimizers import (
     MatrixLRSchedulersContainer,
@@ -29,9 +31,14 @@ def make_schedulers(
     matrix_lr: float = MATRIX_LR, elementwise_lr: float = ELEMENTWISE_LR
 ) -> MatrixLRSchedulersContainer:
     config = OptimizerConfig(lr=elementwise_lr, implementation="foreach")
+    counter = TrafficCounter()
     optimizers = [
         build_matrix_optimizer(
-            [nn.Parameter(torch.ones(4, 3))], MatrixOptimizer(lr=matrix_lr), config
+            [nn.Parameter(torch.ones(4, 3))],
+            MatrixOptimizer(lr=matrix_lr),
+            config,
+            counter,
+            PartitionedReplicas({}, counter),
         ),
         build_elementwise_optimizer([nn.Parameter(torch.ones(3))], config),
     ]
