@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import all_gather_single, reduce_scatter_single
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchtitan_matrixfsdp.bench.blocks import LAYOUTS, ShapeBlock, block_layout
-from torchtitan_matrixfsdp.bench.ranks import rank_device, synchronise
+from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh, synchronise
 from torchtitan_matrixfsdp.bench.results import (
     LayoutResult,
     Operation,
@@ -82,7 +82,7 @@ def measure_layouts(options: CommOptions) -> tuple[LayoutResult, ...]:
 
 def _measure_layout(name: str, options: CommOptions) -> LayoutResult:
     world_size = dist.get_world_size()
-    mesh = init_device_mesh(rank_device().type, (world_size,))
+    mesh = rank_mesh()
     block = block_layout(name, options.dim, world_size, options.dtype)
     itemsize = options.dtype.itemsize
     chosen = TransportFactory("auto", itemsize, itemsize).choose(block)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtitan_matrixfsdp.bench.blocks import model_blocks, plan_blocks, scaled_model
-from torchtitan_matrixfsdp.bench.ranks import rank_device, synchronise
+from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh, synchronise
 from torchtitan_matrixfsdp.bench.results import MemoryPhase, SystemMemory, spread
 from torchtitan_matrixfsdp.bench.step import ShardedModel, sample, shard_model
 from torchtitan_matrixfsdp.layout import (
@@ -156,12 +156,13 @@ def measure_memory(options: MemoryOptions) -> tuple[SystemMemory, ...]:
     block put off as on devices with streams. Called on all ranks, which return the same."""
     shape = scaled_model(options.dim, options.blocks)
     plan = plan_blocks(model_blocks(shape), dist.get_world_size())
+    mesh = rank_mesh()  # before anything is counted: it holds a small tensor
 
     def owner(defer: bool | None) -> ShardedModel:
-        return shard_model(shape, plan, options.transport, OwnerContext(defer_release=defer))
+        return shard_model(shape, plan, mesh, options.transport, OwnerContext(defer_release=defer))
 
     systems: dict[str, Callable[[], ShardedModel]] = {
-        _STOCK: lambda: shard_model(shape, None),
+        _STOCK: lambda: shard_model(shape, None, mesh),
         "owner": lambda: owner(None),
         "owner, deferred release": lambda: owner(True),
     }

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _TIMEOUT = timedelta(minutes=5)
 _OUTPUT_TAIL = 4_000  # characters
@@ -44,6 +45,11 @@ def rank_device() -> torch.device:
     if torch.cuda.is_available() and is_under_torchrun():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def rank_mesh() -> DeviceMesh:
+    """All ranks as one shard dimension."""
+    return init_device_mesh(rank_device().type, (dist.get_world_size(),))
 
 
 def synchronise(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchtitan_matrixfsdp.bench.blocks import (
@@ -23,7 +23,7 @@ from torchtitan_matrixfsdp.bench.blocks import (
     plan_blocks,
     scaled_model,
 )
-from torchtitan_matrixfsdp.bench.ranks import rank_device
+from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh
 from torchtitan_matrixfsdp.bench.results import MeasuredStep, Phase, spread
 from torchtitan_matrixfsdp.bench.sent import SentBytes
 from torchtitan_matrixfsdp.comm import TransportFactory
@@ -59,15 +59,14 @@ class ShardedModel:
 def shard_model(
     shape: LlamaShape,
     plan: OwnerPlan | None,
+    mesh: DeviceMesh,
     transport: str = "auto",
     context: OwnerContext | None = None,
 ) -> ShardedModel:
-    """The model of ``shape`` in float32, the same weights on every rank, sharded over all ranks: by
+    """The model of ``shape`` in float32, the same weights on every rank, sharded over ``mesh``: by
     owner as ``plan`` says, or without a plan by FSDP2."""
-    device = rank_device()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(_SEED)
-    with device:
+    with rank_device():
         model = LlamaBlocks(shape)
     if plan is not None:
         context = context or OwnerContext()
@@ -104,13 +103,16 @@ def measure_steps(transports: Sequence[str], dim: int) -> tuple[MeasuredStep, ..
     """
     shape = scaled_model(dim, _LAYERS)
     plan = plan_blocks(model_blocks(shape), dist.get_world_size())
+    mesh = rank_mesh()
     steps = []
     for transport in transports:
         (predicted,) = owner_accounts(plan, transport, StepShape(), [dist.get_rank()])
         system = f"owner, {transport}"
-        steps.append(_measure(system, shape, shard_model(shape, plan, transport), predicted))
+        steps.append(_measure(system, shape, shard_model(shape, plan, mesh, transport), predicted))
     (predicted,) = fsdp_accounts(plan, _STOCK_STEP, StepShape(), [dist.get_rank()])
-    steps.append(_measure(f"fsdp2, {_STOCK_STEP}", shape, shard_model(shape, None), predicted))
+    steps.append(
+        _measure(f"fsdp2, {_STOCK_STEP}", shape, shard_model(shape, None, mesh), predicted)
+    )
     return tuple(steps)
 
 
