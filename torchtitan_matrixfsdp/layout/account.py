@@ -113,8 +113,8 @@ def owner_accounts(
 ) -> tuple[StepAccount, ...]:
     """Returns the accounts of owner shards under ``transport``, of ``ranks`` (default: all).
 
-    ``"auto"`` chooses per block as the runtime does, for the gathered block and for its trainable
-    part.
+    ``"auto"`` chooses once per block, as the runtime does: a block and its trainable part, which
+    is reduced, go the same way.
 
     Raises:
         ValueError: an unknown transport, or a rank outside the plan.
@@ -126,8 +126,15 @@ def owner_accounts(
                 "owner_fsdp.transport", transport, "unknown transport", legal, "use one of these"
             )
         )
-    gathered = [_arranged(block, transport, shape) for block in plan.blocks]
-    reduced = [_arranged(block.trainable(), transport, shape) for block in plan.blocks]
+    gathered: list[tuple[TransportModel, BufferLayout]] = []
+    reduced: list[tuple[TransportModel, BufferLayout]] = []
+    for block in plan.blocks:
+        name = transport
+        if transport == "auto":
+            name = choose_transport(block, shape.gather_itemsize, shape.reduce_itemsize)
+        model = TRANSPORT_MODELS[name]
+        gathered.append((model, model.arrange(block)))
+        reduced.append((model, model.arrange(block.trainable())))
     accounts = []
     for rank in _checked(plan, ranks):
         gather = sum(model.gather(layout, rank).elements for model, layout in gathered)
@@ -280,15 +287,6 @@ BASELINE_STEPS: Mapping[str, BaselineStep] = MappingProxyType(
         ),
     }
 )
-
-
-def _arranged(
-    block: BlockPlan, transport: str, shape: StepShape
-) -> tuple[TransportModel, BufferLayout]:
-    if transport == "auto":
-        transport = choose_transport(block, shape.gather_itemsize, shape.reduce_itemsize)
-    model = TRANSPORT_MODELS[transport]
-    return model, model.arrange(block)
 
 
 def _checked(plan: OwnerPlan, ranks: Iterable[int] | None) -> Sequence[int]:

@@ -222,22 +222,37 @@ def test_balanced_blocks_send_fsdps_bytes_and_nothing_more(blocks, world_size, r
 @SMALL
 @given(models(), st.sampled_from(WORLD_SIZES))
 def test_auto_is_the_runtimes_choice_per_block(model, world_size):
-    """A block and its trainable part each get a transport, as a factory gives it to them."""
+    """One choice per block, for its trainable part too."""
     plan = plan_of(model, world_size)
     shape = StepShape(2, 4)
     ranks = sorted({0, world_size // 2, world_size - 1})
     gather = [0] * len(ranks)
     reduce = [0] * len(ranks)
     for block in plan.blocks:
-        gathered = TRANSPORT_MODELS[choose_transport(block, 2, 4)]
-        reduced = TRANSPORT_MODELS[choose_transport(block.trainable(), 2, 4)]
+        model = TRANSPORT_MODELS[choose_transport(block, 2, 4)]
         for i, rank in enumerate(ranks):
-            gather[i] += 2 * gathered.gather(gathered.arrange(block), rank).elements
-            trainable = reduced.arrange(block.trainable())
-            reduce[i] += 4 * reduced.reduce(trainable, rank).elements
+            gather[i] += 2 * model.gather(model.arrange(block), rank).elements
+            trainable = model.arrange(block.trainable())
+            reduce[i] += 4 * model.reduce(trainable, rank).elements
     accounts = owner_accounts(plan, "auto", shape, ranks)
     assert [a.forward for a in accounts] == gather
     assert [a.backward for a in accounts] == [g + r for g, r in zip(gather, reduce, strict=True)]
+
+
+def test_auto_reduces_as_it_gathers():
+    """A frozen weight decides the block's transport; its trainable part would choose another."""
+    shards = [
+        MatrixShard(f"b.w{rank}", (64, 64), "float32", 4, RoleKind.MATRIX, True, "b", rank)
+        for rank in range(3)
+    ]
+    frozen = MatrixShard("b.frozen", (6400, 64), "float32", 4, RoleKind.FROZEN, False, "b", 0)
+    block = BlockPlan("b", 4, (*shards, frozen))
+    assert choose_transport(block, 2, 4) == "balanced"
+    assert choose_transport(block.trainable(), 2, 4) == "p2p"
+    plan = OwnerPlan("by hand", 4, (block,), "by hand")
+    shape = StepShape(2, 4)
+    assert owner_accounts(plan, "auto", shape) == owner_accounts(plan, "balanced", shape)
+    assert owner_accounts(plan, "auto", shape) != owner_accounts(plan, "p2p", shape)
 
 
 @pytest.mark.parametrize("world_size", [64, 4096])
