@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed import all_gather_single, reduce_scatter_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -37,6 +36,7 @@ from torchtitan_matrixfsdp.bench.results import (
 )
 from torchtitan_matrixfsdp.bench.sent import SentBytes
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter, Transport, TransportFactory
+from torchtitan_matrixfsdp.comm.transport import all_gather_single, reduce_scatter_single
 from torchtitan_matrixfsdp.layout import BlockPlan, fsdp_slice_numel, fsdp_volume
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 from torchtitan_matrixfsdp.runtime.fsdp_compat import FSDPParamGroup, param_groups_of

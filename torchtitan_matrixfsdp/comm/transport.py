@@ -52,7 +52,8 @@ from torchtitan_matrixfsdp.layout import (
 )
 
 try:
-    from torch.distributed import all_gather_single, reduce_scatter_single
+    from torch.distributed import all_gather_single as all_gather_single
+    from torch.distributed import reduce_scatter_single as reduce_scatter_single
 except ImportError:  # their names before torch 2.13, which deprecates these
     from torch.distributed import all_gather_into_tensor as all_gather_single
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
