@@ -43,6 +43,7 @@ from torchtitan_matrixfsdp.runtime import (
     owner_shard,
 )
 from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer
+from torchtitan_matrixfsdp.runtime.fsdp_compat import param_groups_of
 from torchtitan_matrixfsdp.runtime.owner_group import OwnerParamGroup
 
 INCLUDE = [r"layers\..*\.weight$"]
@@ -311,8 +312,8 @@ def train_oracle(
 
 def owner_groups(model: nn.Module) -> list[OwnerParamGroup]:
     """Of every owner-sharded module, in module order."""
-    states = [fully_shard.state(m) for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in param_groups_of(module)]
     return [group for group in groups if isinstance(group, OwnerParamGroup)]
 
 
