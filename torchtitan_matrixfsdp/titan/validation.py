@@ -115,7 +115,7 @@ def validate_job_config(
         check_field_types(vars(config)[section.name], section.name)
     _check_ranges(config)
     _refuse_unsupported(config)
-    _check_mesh(config, world_size)
+    check_mesh(config, world_size)
     check_tensor_parallel(config, owner_fsdp_of(config), world_size)
     if flavors is not None and config.model.flavor not in flavors:
         raise ConfigError(
@@ -168,31 +168,12 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
     )
     is_owned = owner_fsdp_of(config).mode == "zero3" and is_sharded
     has_accelerator = torch.accelerator.is_available()
-    refused: list[tuple[str, Any, bool, str]] = [
-        (
-            "parallelism.context_parallel_degree",
-            parallelism.context_parallel_degree,
-            parallelism.context_parallel_degree != 1 and not has_accelerator,
-            "set it to 1 on CPU (torch has no context-parallel attention there)",
-        ),
+    unsupported: list[tuple[str, Any, bool, str]] = [
         (
             "parallelism.expert_parallel_degree",
             parallelism.expert_parallel_degree,
             parallelism.expert_parallel_degree != 1,
             "set it to 1",
-        ),
-        (
-            "training.enable_cpu_offload",
-            training.enable_cpu_offload,
-            training.enable_cpu_offload and not has_accelerator,
-            "set it to false on CPU (there is nothing to offload from)",
-        ),
-        (
-            "activation_checkpoint.mode",
-            config.activation_checkpoint.mode,
-            config.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(config),
-            "it is a setting of the compiler: set compile.enable = true with the component "
-            '"model", or "none", "selective" or "full"',
         ),
         (
             "model.converters (float8, mx)",
@@ -205,18 +186,6 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
             config.optimizer.early_step_in_backward,
             config.optimizer.early_step_in_backward,
             "set it to false",
-        ),
-        (
-            "profiling.enable_profiling",
-            config.profiling.enable_profiling,
-            config.profiling.enable_profiling and not has_accelerator,
-            "set it to false (TorchTitan 0.2.2 cannot profile on CPU)",
-        ),
-        (
-            "profiling.enable_memory_snapshot",
-            config.profiling.enable_memory_snapshot,
-            config.profiling.enable_memory_snapshot and not has_accelerator,
-            "set it to false (there is no device memory to record)",
         ),
         (
             "checkpoint.last_save_in_hf",
@@ -237,15 +206,57 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
             "set it to false",
         ),
     ]
-    for key, value, is_refused, remedy in refused:
+    # What TorchTitan 0.2.2 or torch cannot do either: its own model names are no way out.
+    impossible: list[tuple[str, Any, bool, str]] = [
+        (
+            "parallelism.context_parallel_degree",
+            parallelism.context_parallel_degree,
+            parallelism.context_parallel_degree != 1 and not has_accelerator,
+            "set it to 1 on CPU (torch has no context-parallel attention there)",
+        ),
+        (
+            "training.enable_cpu_offload",
+            training.enable_cpu_offload,
+            training.enable_cpu_offload and not has_accelerator,
+            "set it to false on CPU (there is nothing to offload from)",
+        ),
+        (
+            "activation_checkpoint.mode",
+            config.activation_checkpoint.mode,
+            config.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(config),
+            "it is a setting of the compiler: set compile.enable = true with the component "
+            '"model", or "none", "selective" or "full"',
+        ),
+        (
+            "profiling.enable_profiling",
+            config.profiling.enable_profiling,
+            config.profiling.enable_profiling and not has_accelerator,
+            "set it to false (TorchTitan 0.2.2 cannot profile on CPU)",
+        ),
+        (
+            "profiling.enable_memory_snapshot",
+            config.profiling.enable_memory_snapshot,
+            config.profiling.enable_memory_snapshot and not has_accelerator,
+            "set it to false (there is no device memory to record)",
+        ),
+    ]
+    for key, value, is_refused, remedy in unsupported:
         if is_refused:
             raise ConfigError(
                 f"{key}: received {value!r}; this plugin does not support it yet; {remedy}, or use "
                 "a stock TorchTitan model name."
             )
+    for key, value, is_refused, remedy in impossible:
+        if is_refused:
+            raise ConfigError(f"{key}: received {value!r}; it cannot work here; {remedy}.")
 
 
-def _check_mesh(config: TitanJobConfig, world_size: int) -> None:
+def check_mesh(config: TitanJobConfig, world_size: int) -> None:
+    """Check that the degrees multiply to ``world_size``, and that batch and sequence divide by them.
+
+    Raises:
+        ConfigError: naming the degrees and what they should be.
+    """
     parallelism = config.parallelism
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
