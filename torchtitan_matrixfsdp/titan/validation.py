@@ -252,7 +252,7 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
 
 
 def check_mesh(config: TitanJobConfig, world_size: int) -> None:
-    """Check that the degrees multiply to ``world_size``, and that batch and sequence divide by them.
+    """Check that the degrees multiply to ``world_size``, and batch and sequence divide by them.
 
     Raises:
         ConfigError: naming the degrees and what they should be.
