@@ -23,27 +23,25 @@ The one difference from ``torch.optim.Muon``: the orthogonalisation is scale-inv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
+from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, PendingUpdate
 from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
-
-PendingUpdate: TypeAlias = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-"""A parameter, its gradient and its group."""
 
 ADJUST_LR = ("original", "match_rms_adamw")
 
 
-def lr_scale(adjust_lr: str, shape: tuple[int, int]) -> float:
+def lr_scale(adjust_lr: str, shape: tuple[int, ...]) -> float:
     """The factor s(out, in) on the learning rate (dimensionless).
 
     Raises:
         ValueError: ``adjust_lr`` is unknown.
     """
-    rows, cols = shape
+    # Nothing of an empty matrix is scaled; its width must only not be divided by.
+    rows, cols = shape[0], shape[1] or 1
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / cols))
     if adjust_lr == "match_rms_adamw":
@@ -51,7 +49,7 @@ def lr_scale(adjust_lr: str, shape: tuple[int, int]) -> float:
     raise ValueError(f"adjust_lr: received {adjust_lr!r}; legal: {list(ADJUST_LR)}")
 
 
-class Muon(Optimizer):
+class Muon(MatrixOptimizerBase):
     """Muon for 2D parameters, one matrix at a time.
 
     Parameters with numel 0 (matrices that another rank owns) keep their empty state and are not
@@ -67,6 +65,7 @@ class Muon(Optimizer):
         ns_steps: Newton-Schulz iterations, >= 1.
         ns_dtype: dtype of Newton-Schulz.
         adjust_lr: one of ``ADJUST_LR``.
+        logical_shapes: as for :class:`MatrixOptimizerBase`.
 
     Raises:
         ValueError: a hyperparameter out of range, or a parameter that is not 2D.
@@ -83,6 +82,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         adjust_lr: str = "match_rms_adamw",
+        logical_shapes: Mapping[torch.Tensor, tuple[int, ...]] | None = None,
     ) -> None:
         if not lr >= 0:  # NaN too
             raise ValueError(f"lr: received {lr}; legal: >= 0")
@@ -103,34 +103,17 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr": adjust_lr,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, logical_shapes)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and create its state."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if param.ndim != 2:
-                raise ValueError(f"Muon takes 2D parameters, got shape {tuple(param.shape)}")
+    def state_shapes(self, param: torch.Tensor) -> Mapping[str, tuple[int, ...]]:
+        """``momentum_buffer``, of the matrix's shape."""
+        return {"momentum_buffer": self.logical_shape(param)}
+
+    def _create_state(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(
                 param, requires_grad=False, memory_format=torch.preserve_format
             )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; no collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update(
-            [
-                (param, param.grad, group)
-                for group in self.param_groups
-                for param in group["params"]
-                if param.grad is not None
-            ]
-        )
-        return loss
 
     def _update(self, pending: Sequence[PendingUpdate]) -> None:
         # One matrix after another: a single update is alive at a time.
@@ -149,7 +132,7 @@ class Muon(Optimizer):
 
     def _apply(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         lr = group["lr"]
-        scale = lr_scale(group["adjust_lr"], self._logical_shape(param))
+        scale = lr_scale(group["adjust_lr"], self.logical_shape(param))
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(direction, alpha=-lr * scale)
 
@@ -158,7 +141,3 @@ class Muon(Optimizer):
         if update.numel() == 0:
             return update
         return newton_schulz(update, steps=steps, compute_dtype=self._ns_dtype)
-
-    def _logical_shape(self, param: torch.Tensor) -> tuple[int, int]:
-        # Nothing of an empty matrix is scaled; its width must only not be divided by.
-        return (param.shape[0], param.shape[1] or 1)

@@ -33,7 +33,8 @@ class GatherMuon(Muon):
         self, params: Any, of_local: Mapping[torch.Tensor, torch.Tensor], **options: Any
     ) -> None:
         self._of_local = of_local
-        super().__init__(params, **options)
+        shapes = {local: tuple(whole.shape) for local, whole in of_local.items()}
+        super().__init__(params, logical_shapes=shapes, **options)
 
     def _orthogonalise(self, param: torch.Tensor, update: torch.Tensor, steps: int) -> torch.Tensor:
         whole_param = self._of_local[param]
@@ -47,7 +48,3 @@ class GatherMuon(Muon):
             whole, whole_param.device_mesh, whole_param.placements, src_data_rank=None
         )
         return mine.to_local()
-
-    def _logical_shape(self, param: torch.Tensor) -> tuple[int, int]:
-        rows, cols = self._of_local[param].shape
-        return rows, cols

@@ -32,7 +32,8 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.layout import muon_flops
-from torchtitan_matrixfsdp.optim.muon import Muon, PendingUpdate
+from torchtitan_matrixfsdp.optim.base import PendingUpdate
+from torchtitan_matrixfsdp.optim.muon import Muon
 from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 from torchtitan_matrixfsdp.runtime import OwnerDTensor
 
@@ -61,7 +62,7 @@ class CutMatrix:
 
 
 def cut_matrices(
-    shapes: Sequence[tuple[int, int]], dims: Sequence[int], ranks: int
+    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], ranks: int
 ) -> tuple[CutMatrix, ...]:
     """The fragments and workers of matrices of logical ``shapes``, each cut along one of ``dims``.
 
@@ -79,7 +80,7 @@ def cut_matrices(
     )
 
 
-def _fragments(shape: tuple[int, int], dim: int, ranks: int) -> tuple[tuple[int, int], ...]:
+def _fragments(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[tuple[int, int], ...]:
     lengths = [Shard.local_shard_size_and_offset(shape[dim], ranks, r)[0] for r in range(ranks)]
     return tuple((n, shape[1]) if dim == 0 else (shape[0], n) for n in lengths)
 
@@ -201,7 +202,8 @@ class TensorParallelMuon(Muon):
         **options: Any,
     ) -> None:
         self._of_local = of_local
-        super().__init__(params, **options)
+        shapes = {local: tuple(whole.shape) for local, whole in of_local.items()}
+        super().__init__(params, logical_shapes=shapes, **options)
         self._index: dict[torch.Tensor, int] = {}
         dims: list[int] = []
         for param in (p for group in self.param_groups for p in group["params"]):
@@ -220,9 +222,9 @@ class TensorParallelMuon(Muon):
             )
         self.exchange: FragmentExchange | None = None
         if self._index:
-            shapes = [self._logical_shape(param) for param in self._index]
+            whole = [self.logical_shape(param) for param in self._index]
             self.exchange = FragmentExchange(
-                cut_matrices(shapes, dims, column.size()), column, counter
+                cut_matrices(whole, dims, column.size()), column, counter
             )
 
     def predict(self) -> Traffic:
@@ -246,10 +248,6 @@ class TensorParallelMuon(Muon):
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)
         for index, (param, _, group) in cut.items():
             self._apply(param, directions[index], group)
-
-    def _logical_shape(self, param: torch.Tensor) -> tuple[int, int]:
-        rows, cols = self._of_local[param].shape
-        return rows, cols or 1
 
 
 def tensor_parallel_cut(param: torch.Tensor) -> tuple[int, int] | None:
