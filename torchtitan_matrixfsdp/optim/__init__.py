@@ -3,6 +3,9 @@
 Imports ``layout``, ``comm`` and ``runtime``.
 """
 
+from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase
+from torchtitan_matrixfsdp.optim.foreign import ForeignOptimizer
+from torchtitan_matrixfsdp.optim.foreign_state import ForeignStateError
 from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_adam_state
 from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, lr_scale
 from torchtitan_matrixfsdp.optim.newton_schulz import QUINTIC, newton_schulz
@@ -17,8 +20,11 @@ __all__ = [
     "ADJUST_LR",
     "QUINTIC",
     "TP_STEP",
+    "ForeignOptimizer",
+    "ForeignStateError",
     "GatherMuon",
     "LocalStepOptimizer",
+    "MatrixOptimizerBase",
     "Muon",
     "TensorParallelMuon",
     "create_adam_state",

@@ -8,24 +8,29 @@ presents parameters, groups and state as the outside expects them:
 
 - ``param_groups`` list the module's own parameters (checkpoints find their names by identity) and
   carry every option, so schedulers change the learning rate here; it is handed in before a step;
-- ``state`` holds each state tensor of the local shape as a DTensor of the parameter's layout, over
-  the same storage, so checkpoints see global tensors; other state (a step counter) stays plain;
+- ``state`` holds each state tensor as a DTensor beside its parameter, over the same storage, so
+  checkpoints see global tensors. A matrix optimizer says which shapes those have ([Note: state of
+  a matrix optimizer]); of any other, all state is elementwise and of the parameter's layout, but
+  for ``step``. Counters stay plain;
 - state exists from construction, on every rank, with the same keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase
 from torchtitan_matrixfsdp.runtime import check_gradient, wrap_like
 
 InnerFactory = Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]
 """Makes the inner optimizer from groups of local tensors, and the parameter of each."""
+
+_COUNTER = "step"
 
 
 class LocalStepOptimizer(Optimizer):
@@ -33,11 +38,14 @@ class LocalStepOptimizer(Optimizer):
 
     Args:
         params: parameters, or groups of them with options, as for any torch optimizer.
-        factory: makes the inner optimizer; it must create its state eagerly (Muon here does,
-            and :func:`create_adam_state` does it for Adam and AdamW).
+        factory: makes the inner optimizer; it must create its state eagerly (matrix optimizers
+            here do, and :func:`create_adam_state` does it for Adam and AdamW).
         step_view: for a parameter that only some of the ranks which store it step, the DTensor that
             says which: over the parameter's own storage there, of numel 0 elsewhere. State has its
             layout.
+
+    Raises:
+        TypeError: the inner optimizer has state that can be shown in no layout.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class LocalStepOptimizer(Optimizer):
             {**options, "params": group["params"]}
             for options, group in zip(self.inner.param_groups, groups, strict=True)
         ]
+        # What `state` shows, as the inner optimizer has it.
+        self._shown: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._is_built = False
         super().__init__(outer_groups, {})
         self._is_built = True
@@ -94,36 +104,91 @@ class LocalStepOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner_group.update({k: v for k, v in group.items() if k != "params"})
+        self._hand_options_in()
         for param, local in self._local.items():
-            if _is_empty_part(param, local):
+            current = _plain(param)
+            if local.numel() == 0 and current.numel() > 0:
                 # Stepped elsewhere: an empty gradient, so that step counters agree.
                 local.grad = None if param.grad is None else torch.zeros_like(local)
                 continue
-            _follow_storage(param, local)
+            if current.data_ptr() != local.data_ptr():
+                # `to_empty` and `param.data = ...` give a parameter another storage; follow it.
+                local.data = current.detach()
             check_gradient(param)
             local.grad = None if param.grad is None else _plain(param.grad)
         self.inner.step()
         for local in self._local.values():
             local.grad = None  # the parameter alone decides how long a gradient lives
-        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for group, inner_group in self._group_pairs():
             group.update({k: v for k, v in inner_group.items() if k != "params"})
         self._present_state()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state (DTensors of this layout, or plain tensors), then use it for the next step."""
-        super().load_state_dict(state_dict)
-        for param, local in self._local.items():
-            self.inner.state[local] = {k: _plain(v) for k, v in self.state[param].items()}
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy state (DTensors of this layout, or plain tensors) into the state that exists, and
+        take the groups' options.
+
+        Unlike torch's own, which replaces state and casts it to the parameter's dtype: a float32
+        preconditioner of a bfloat16 weight would come back as bfloat16. Hooks of
+        ``register_load_state_dict_*_hook`` are not called.
+
+        Raises:
+            ValueError: the groups, the parameters or the names of their state differ.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved_groups] != sizes:
+            raise ValueError(
+                f"optimizer state of {[len(g['params']) for g in saved_groups]} parameters by "
+                f"group; legal: {sizes}, those of this optimizer"
+            )
+        for key, param in zip(
+            _parameters(saved_groups), _parameters(self.param_groups), strict=True
+        ):
+            saved, here = state_dict["state"].get(key, {}), self.state[param]
+            if saved.keys() != here.keys():
+                raise ValueError(
+                    f"state of parameter {key!r}: received {sorted(saved)}; legal: {sorted(here)}"
+                )
+            for name, value in saved.items():
+                _copy_into(_plain(here[name]), _plain(value))
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved_group.items() if k != "params"})
+        self._hand_options_in()
+        if isinstance(self.inner, MatrixOptimizerBase):
+            self.inner.state_loaded()
+
+    def _hand_options_in(self) -> None:
+        for group, inner_group in self._group_pairs():
+            inner_group.update({k: v for k, v in group.items() if k != "params"})
+
+    def _group_pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.param_groups, self.inner.param_groups, strict=True)
 
     def _present_state(self) -> None:
+        """Shows what is new since the last time: after the first, only what was replaced."""
         for param, local in self._local.items():
-            shown = self.state[param]
             for name, value in self.inner.state[local].items():
-                if name not in shown or _plain(shown[name]) is not value:
-                    shown[name] = _present(value, self._layout[param], local)
+                if self._shown.get((param, name)) is not value:
+                    self._shown[param, name] = value
+                    self.state[param][name] = self._present(param, local, name, value)
+
+    def _present(
+        self, param: torch.Tensor, local: torch.Tensor, name: str, value: torch.Tensor
+    ) -> torch.Tensor:
+        layout = self._layout[param]
+        if isinstance(self.inner, MatrixOptimizerBase):
+            shape = self.inner.state_shapes(local).get(name)
+            return value if shape is None else wrap_like(value, layout, shape)
+        if name == _COUNTER:
+            return value
+        if not isinstance(value, torch.Tensor) or value.shape != local.shape:
+            raise TypeError(
+                f"{type(self.inner).__name__} keeps {name!r} of another shape than its parameter: "
+                "only a matrix optimizer of optim.base, or optim.ForeignOptimizer around the "
+                "class, can say which shape it has on every rank"
+            )
+        return wrap_like(value, layout)
 
 
 def create_adam_state(optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
@@ -146,10 +211,14 @@ def create_adam_state(optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
             dtype = dtype if dtype == torch.float64 else torch.float32
             device = param.device if on_device else torch.device("cpu")
             optimizer.state[param] = {
-                "step": torch.zeros((), dtype=dtype, device=device),
+                _COUNTER: torch.zeros((), dtype=dtype, device=device),
                 "exp_avg": torch.zeros_like(param, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
             }
+
+
+def _parameters(groups: list[dict[str, Any]]) -> Iterator[Any]:
+    return (param for group in groups for param in group["params"])
 
 
 def _plain(value: Any) -> Any:
@@ -159,25 +228,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        # A checkpoint that was read in place hands back the very tensor.
+        if target is not value:
+            target.copy_(torch.as_tensor(value))
+
+
 def _or_itself(view: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
     return param if view is None else view
 
 
 def _local_parameter(layout: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return _plain(layout).detach().requires_grad_(requires_grad)
-
-
-def _is_empty_part(param: torch.Tensor, local: torch.Tensor) -> bool:
-    return local.numel() == 0 and _plain(param).numel() > 0
-
-
-def _follow_storage(param: torch.Tensor, local: torch.Tensor) -> None:
-    """``to_empty`` and ``param.data = ...`` give a parameter another storage; follow it."""
-    current = _plain(param)
-    if current.data_ptr() != local.data_ptr():
-        local.data = current.detach()
-
-
-def _present(value: Any, layout: torch.Tensor, local: torch.Tensor) -> Any:
-    is_shard = isinstance(value, torch.Tensor) and value.shape == local.shape
-    return wrap_like(value, layout) if is_shard else value

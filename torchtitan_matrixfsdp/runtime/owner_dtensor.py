@@ -403,9 +403,20 @@ def _foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return [wrap_like(o, like) for o, like in zip(out, args[0], strict=True)]
 
 
-def wrap_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def wrap_like(
+    local: torch.Tensor, like: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """``local`` as a tensor of ``like``'s layout (owner, any other DTensor, or plain), sharing
-    storage. ``local`` must have the shape of ``like``'s local tensor; its dtype is kept."""
+    storage. ``local`` must have the shape of ``like``'s local tensor; its dtype is kept.
+
+    ``shape`` is the global shape where it is not that of ``like``: a tensor that belongs to the
+    same owner, as a preconditioner does. It is whole on ``like``'s owner and has numel 0 elsewhere.
+
+    Raises:
+        ValueError: another ``shape``, and ``like`` is cut into fragments.
+    """
+    if shape is not None and tuple(shape) != tuple(like.shape):
+        return _beside(local, like, torch.Size(shape))
     if isinstance(like, OwnerDTensor):
         return like.like(local)
     if isinstance(like, DTensor):
@@ -418,6 +429,18 @@ def wrap_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             stride=like.stride(),
         )
     return local
+
+
+def _beside(local: torch.Tensor, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return local
+    if not isinstance(like, OwnerDTensor) or any(isinstance(p, Shard) for p in like.placements):
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} beside a {type(like).__name__} of shape "
+            f"{tuple(like.shape)} with placements {tuple(like.placements)}: legal beside tensors "
+            "that are whole on an owner, or plain"
+        )
+    return OwnerDTensor.wrap(local, like.device_mesh, like.placements, shape)
 
 
 def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

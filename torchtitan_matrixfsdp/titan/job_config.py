@@ -9,16 +9,19 @@ field types as objects.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES
 from torchtitan_matrixfsdp.layout import PLANNERS
 from torchtitan_matrixfsdp.optim import ADJUST_LR
 from torchtitan_matrixfsdp.titan.checks import (
+    ConfigError,
     check_choice,
     check_field_types,
     check_patterns,
     check_range,
 )
+from torchtitan_matrixfsdp.titan.keyword_field import rename_field
 
 MODES = ("zero3", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "AdamW")
@@ -71,12 +74,23 @@ class OwnerFSDP:
         check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
 
 
+@rename_field("class_path", key="class")
 @dataclass
 class MatrixOptimizer:
     """The optimizer of the routed 2D weights. Everything else is on ``[optimizer]``."""
 
     name: str = "Muon"
-    """"Muon" or "AdamW" (the matrices too, in the owner layout, with [optimizer]'s betas, eps)."""
+    """"Muon", "Shampoo", "SOAP" or "AdamW" (the matrices too, in the owner layout, with
+    [optimizer]'s betas, eps)."""
+
+    class_path: str = ""
+    """
+    TOML key ``class``: instead of ``name``, any installed optimizer class, "package.module:Class".
+    It steps each matrix whole on its owner, with ``lr``, ``weight_decay`` and ``kwargs``.
+    """
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Other keyword arguments of ``class``, as a table; arrays become tuples."""
 
     lr: float = 0.02
     """Learning rate at the top of the schedule, >= 0."""
@@ -116,7 +130,17 @@ class MatrixOptimizer:
         check_range("matrix_optimizer.momentum", self.momentum, low=0, below=1)
         check_patterns("matrix_optimizer.include", self.include)
         check_patterns("matrix_optimizer.exclude", self.exclude)
+        if self.kwargs and not self.class_path:
+            raise ConfigError(
+                f"matrix_optimizer.kwargs: received {self.kwargs!r}; legal: only with "
+                f'matrix_optimizer.class; name = "{self.name}" has keys of its own. Remove it.'
+            )
         check_range("matrix_optimizer.ns_steps", self.ns_steps, low=1, high=20)
+
+    @property
+    def title(self) -> str:
+        """What logs call the optimizer: ``class`` where there is one, else ``name``."""
+        return self.class_path or self.name
 
 
 @dataclass

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import canonical_fqn
-from torchtitan_matrixfsdp.optim import (
-    GatherMuon,
-    LocalStepOptimizer,
-    Muon,
-    TensorParallelMuon,
-    create_adam_state,
-    tensor_parallel_cut,
+from torchtitan_matrixfsdp.runtime import PartitionedReplicas
+from torchtitan_matrixfsdp.titan.local_optimizers import (
+    build_elementwise_optimizer,
+    build_matrix_optimizer,
 )
-from torchtitan_matrixfsdp.runtime import OwnerDTensor, PartitionedReplicas
-from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.tensor_parallel import log_exchange
 
-_DTYPES = {**TORCH_DTYPE_MAP, "float64": torch.float64}
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _PER_PART = 2  # optimizers of a model part: matrix, elementwise
 
@@ -61,13 +50,7 @@ class MatrixOptimizersContainer(OptimizersContainer):
             self._partitions.append(partition)
             self._of_part.append(
                 [
-                    build_matrix_optimizer(
-                        matrices,
-                        setup.matrix_optimizer,
-                        optimizer_config,
-                        setup.counter,
-                        partition,
-                    ),
+                    build_matrix_optimizer(matrices, setup, optimizer_config, partition),
                     build_elementwise_optimizer(others, optimizer_config),
                 ]
             )
@@ -167,73 +150,6 @@ def partition_replicas(part: nn.Module, setup: OwnerSetup) -> PartitionedReplica
     # A pipeline rank's parts share one setup.
     steppers = {params[fqn]: r for fqn, r in setup.steppers.items() if fqn in params}
     return PartitionedReplicas(steppers, setup.counter)
-
-
-def build_matrix_optimizer(
-    params: list[nn.Parameter],
-    config: MatrixOptimizer,
-    elementwise: OptimizerConfig,
-    counter: TrafficCounter,
-    partition: PartitionedReplicas,
-) -> LocalStepOptimizer:
-    """The optimizer of the routed matrices, stepping on local tensors.
-
-    ``counter`` counts what its step sends, which is nothing without tensor parallelism.
-    """
-    if config.name == "AdamW":
-        factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
-        return LocalStepOptimizer(params, factory, partition.step_view)
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
-        "nesterov": config.nesterov,
-        "ns_steps": config.ns_steps,
-        "ns_dtype": _DTYPES[config.ns_dtype],
-        "adjust_lr": config.adjust_lr,
-    }
-
-    def muon(
-        groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]
-    ) -> Optimizer:
-        row_sharded = any(
-            isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
-        )
-        if row_sharded:
-            return GatherMuon(groups, of_local, **options)
-        if any(tensor_parallel_cut(param) is not None for param in of_local.values()):
-            return TensorParallelMuon(groups, of_local, counter, **options)
-        return Muon(groups, **options)
-
-    return LocalStepOptimizer(params, muon, partition.step_view)
-
-
-def build_elementwise_optimizer(
-    params: list[nn.Parameter], config: OptimizerConfig
-) -> LocalStepOptimizer:
-    """AdamW with TorchTitan's own ``[optimizer]`` options, stepping on local tensors."""
-    return LocalStepOptimizer(params, _adamw_factory(config.lr, config.weight_decay, config))
-
-
-def _adamw_factory(
-    lr: float, weight_decay: float, config: OptimizerConfig
-) -> Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]:
-    def adamw(
-        groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]
-    ) -> Optimizer:
-        optimizer = AdamW(
-            groups,
-            lr=lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=weight_decay,
-            fused=config.implementation == "fused",
-            foreach=config.implementation == "foreach",
-        )
-        create_adam_state(optimizer)
-        return optimizer
-
-    return adamw
 
 
 def build_optimizers(

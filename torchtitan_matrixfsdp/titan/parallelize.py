@@ -331,7 +331,7 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
     taken = [pattern for _, pattern in routing.matched_by]
     by_pattern = ", ".join(f"{p!r}: {taken.count(p)}" for p in dict.fromkeys(taken))
     logger.info(
-        f"Routing: {len(routing.matrices)} matrices on {setup.matrix_optimizer.name} (by pattern "
+        f"Routing: {len(routing.matrices)} matrices on {setup.matrix_optimizer.title} (by pattern "
         f"{by_pattern}), {len(routing.elementwise)} elementwise tensors on "
         f"{job_config.optimizer.name}, {len(routing.frozen)} frozen"
     )

@@ -23,6 +23,7 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
+from torchtitan_matrixfsdp.titan.custom_class import check_class
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
 from torchtitan_matrixfsdp.titan.stages import check_layers, compiles_blocks
@@ -110,7 +111,7 @@ def validate_job_config(
         ConfigError: on the first fault, with key, value, legal range and remedy.
     """
     owner_fsdp_of(config)
-    matrix_optimizer_of(config)
+    check_class(matrix_optimizer_of(config))
     for section in fields(config):
         check_field_types(vars(config)[section.name], section.name)
     _check_ranges(config)

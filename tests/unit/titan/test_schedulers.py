@@ -13,8 +13,10 @@ from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 
 from torchtitan_matrixfsdp.comm import TrafficCounter
+from torchtitan_matrixfsdp.layout import Routing
 from torchtitan_matrixfsdp.runtime import PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
+from torchtitan_matrixfsdp.titan.model import OwnerSetup
 from torchtitan_matrixfsdp.titan.optimizers import (
     MatrixLRSchedulersContainer,
     build_elementwise_optimizer,
@@ -35,9 +37,8 @@ def make_schedulers(
     optimizers = [
         build_matrix_optimizer(
             [nn.Parameter(torch.ones(4, 3))],
-            MatrixOptimizer(lr=matrix_lr),
+            OwnerSetup(Routing((), (), (), ()), None, counter, MatrixOptimizer(lr=matrix_lr)),
             config,
-            counter,
             PartitionedReplicas({}, counter),
         ),
         build_elementwise_optimizer([nn.Parameter(torch.ones(3))], config),
