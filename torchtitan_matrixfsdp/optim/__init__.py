@@ -6,6 +6,9 @@ Imports ``layout``, ``comm`` and ``runtime``.
 from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_adam_state
 from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, lr_scale
 from torchtitan_matrixfsdp.optim.newton_schulz import QUINTIC, newton_schulz
+from torchtitan_matrixfsdp.optim.shampoo import GRAFTING, Shampoo
+from torchtitan_matrixfsdp.optim.soap import SOAP
+from torchtitan_matrixfsdp.optim.stagger import refresh_load, refresh_phases
 from torchtitan_matrixfsdp.optim.stock import GatherMuon
 from torchtitan_matrixfsdp.optim.tp_exchange import (
     TP_STEP,
@@ -15,14 +18,19 @@ from torchtitan_matrixfsdp.optim.tp_exchange import (
 
 __all__ = [
     "ADJUST_LR",
+    "GRAFTING",
     "QUINTIC",
+    "SOAP",
     "TP_STEP",
     "GatherMuon",
     "LocalStepOptimizer",
     "Muon",
+    "Shampoo",
     "TensorParallelMuon",
     "create_adam_state",
     "lr_scale",
     "newton_schulz",
+    "refresh_load",
+    "refresh_phases",
     "tensor_parallel_cut",
 ]
