@@ -40,7 +40,14 @@ from torchtitan_matrixfsdp.layout.buffer import (
     arrange_by_owner,
     arrange_in_slices,
 )
-from torchtitan_matrixfsdp.layout.costs import gamma, muon_flops, newton_schulz_flops
+from torchtitan_matrixfsdp.layout.costs import (
+    block_sides,
+    gamma,
+    muon_flops,
+    newton_schulz_flops,
+    shampoo_root_flops,
+    soap_basis_flops,
+)
 from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.planners import PLANNERS, Assignment, Planner, make_plan
@@ -99,6 +106,7 @@ __all__ = [
     "arrange_by_owner",
     "arrange_in_slices",
     "assign_replicas",
+    "block_sides",
     "broadcast_volume",
     "build_roles",
     "canonical_fqn",
@@ -122,6 +130,8 @@ __all__ = [
     "route",
     "sent_elements",
     "sent_messages",
+    "shampoo_root_flops",
+    "soap_basis_flops",
     "transfer_volume",
     "transport_seconds",
 ]
