@@ -10,21 +10,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchtitan_matrixfsdp.titan.checks import ConfigError
-from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 
 _KEY = "matrix_optimizer.class"
 _LEGAL = '"package.module:Class", a torch.optim.Optimizer that can be imported here'
-
-
-def check_class(config: MatrixOptimizer) -> None:
-    """Check ``matrix_optimizer.class`` and what it is called with, if there is one.
-
-    Raises:
-        ConfigError: it cannot be imported, is no optimizer, or does not take its arguments.
-    """
-    if config.class_path:
-        cls = import_class(config.class_path)
-        class_options(cls, config.kwargs, config.lr, config.weight_decay)
 
 
 def import_class(path: str) -> type[Optimizer]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES
 from torchtitan_matrixfsdp.layout import PLANNERS
-from torchtitan_matrixfsdp.optim import ADJUST_LR
+from torchtitan_matrixfsdp.optim import ADJUST_LR, GRAFTING
 from torchtitan_matrixfsdp.titan.checks import (
     ConfigError,
     check_choice,
@@ -24,10 +24,11 @@ from torchtitan_matrixfsdp.titan.checks import (
 from torchtitan_matrixfsdp.titan.keyword_field import rename_field
 
 MODES = ("zero3", "stock")
-MATRIX_OPTIMIZERS = ("Muon", "AdamW")
+MATRIX_OPTIMIZERS = ("Muon", "Shampoo", "SOAP", "AdamW")
 REPLICAS = ("redundant", "partitioned")
 TENSOR_PARALLEL = ("refuse", "gather")
 NS_DTYPES = ("bfloat16", "float32", "float64")
+ROOT_DTYPES = ("float32", "float64")
 
 
 @dataclass
@@ -74,6 +75,91 @@ class OwnerFSDP:
         check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
 
 
+@dataclass
+class ShampooOptions:
+    """Shampoo's own keys, ``[matrix_optimizer.shampoo]``; see ``optim.Shampoo`` for the maths."""
+
+    beta1: float = 0.9
+    """Momentum, 0 <= beta1 < 1."""
+
+    beta2: float = 0.99
+    """Decay of the factors and of the grafted AdamW's second moment, 0 <= beta2 <= 1; 1 sums."""
+
+    nesterov: bool = False
+    """Nesterov (look-ahead) momentum."""
+
+    grafting: str = "adamw"
+    """Whose step length a matrix takes: "adamw", "sgd", or "none" (Shampoo's own)."""
+
+    eps: float = 1e-8
+    """Of the grafted AdamW, > 0."""
+
+    exponent: float = 0.25
+    """Exponent of the inverse root of each factor, > 0."""
+
+    root_epsilon: float = 1e-6
+    """Damping of the roots, relative to a factor's largest eigenvalue, > 0."""
+
+    root_dtype: str = "float32"
+    """Dtype of the eigendecompositions: "float32" or "float64"."""
+
+    precondition_frequency: int = 50
+    """Steps between refreshes of a matrix's roots, >= 1."""
+
+    stagger: bool = True
+    """Spread the refreshes of the matrices over the steps."""
+
+    max_preconditioner_dim: int = 2048
+    """Largest side of a block, >= 1; larger matrices are cut into blocks, each with factors."""
+
+    def __post_init__(self) -> None:
+        section = "matrix_optimizer.shampoo"
+        check_field_types(self, section)
+        check_choice(f"{section}.grafting", self.grafting, GRAFTING)
+        check_choice(f"{section}.root_dtype", self.root_dtype, ROOT_DTYPES)
+        check_range(f"{section}.beta1", self.beta1, low=0, below=1)
+        check_range(f"{section}.beta2", self.beta2, low=0, high=1)
+        for key in ("eps", "exponent", "root_epsilon"):
+            check_range(f"{section}.{key}", vars(self)[key], above=0)
+        for key in ("precondition_frequency", "max_preconditioner_dim"):
+            check_range(f"{section}.{key}", vars(self)[key], low=1)
+
+
+@dataclass
+class SoapOptions:
+    """SOAP's own keys, ``[matrix_optimizer.soap]``; see ``optim.SOAP`` for the maths."""
+
+    beta1: float = 0.95
+    """Decay of the first moment, 0 <= beta1 < 1."""
+
+    beta2: float = 0.95
+    """Decay of the second moment, 0 <= beta2 < 1."""
+
+    shampoo_beta: float = 0.95
+    """Decay of the factors whose eigenvectors are the basis, 0 <= shampoo_beta < 1."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment, > 0."""
+
+    precondition_frequency: int = 10
+    """Steps between refreshes of a matrix's bases, >= 1."""
+
+    stagger: bool = True
+    """Spread the refreshes of the matrices over the steps."""
+
+    max_precond_dim: int = 10000
+    """Largest side that has a basis, >= 0; above it the side keeps the identity."""
+
+    def __post_init__(self) -> None:
+        section = "matrix_optimizer.soap"
+        check_field_types(self, section)
+        for key in ("beta1", "beta2", "shampoo_beta"):
+            check_range(f"{section}.{key}", vars(self)[key], low=0, below=1)
+        check_range(f"{section}.eps", self.eps, above=0)
+        check_range(f"{section}.precondition_frequency", self.precondition_frequency, low=1)
+        check_range(f"{section}.max_precond_dim", self.max_precond_dim, low=0)
+
+
 @rename_field("class_path", key="class")
 @dataclass
 class MatrixOptimizer:
@@ -113,6 +199,12 @@ class MatrixOptimizer:
     adjust_lr: str = "match_rms_adamw"
     """Learning-rate factor by shape (out, in): "original" is sqrt(max(1, out/in)),
     "match_rms_adamw" is 0.2 * sqrt(max(out, in))."""
+
+    shampoo: ShampooOptions = field(default_factory=ShampooOptions)
+    """Table ``[matrix_optimizer.shampoo]``, for name = "Shampoo"."""
+
+    soap: SoapOptions = field(default_factory=SoapOptions)
+    """Table ``[matrix_optimizer.soap]``, for name = "SOAP"."""
 
     include: list[str] = field(default_factory=lambda: [r"layers\..*\.weight$"])
     """Regular expressions searched in canonical parameter names; applied to 2D weights only."""

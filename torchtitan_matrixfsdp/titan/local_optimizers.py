@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import Optimizer as OptimizerConfig
 
 from torchtitan_matrixfsdp.optim import (
+    SOAP,
     ForeignOptimizer,
     GatherMuon,
     LocalStepOptimizer,
     Muon,
+    Shampoo,
     TensorParallelMuon,
     create_adam_state,
     tensor_parallel_cut,
@@ -50,6 +53,18 @@ def build_matrix_optimizer(
             cls = import_class(config.class_path)
             options = class_options(cls, config.kwargs, config.lr, config.weight_decay)
             return ForeignOptimizer(groups, cls, options, shapes)
+        common: dict[str, Any] = {
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "logical_shapes": shapes,
+        }
+        if config.name == "Shampoo":
+            own: dict[str, Any] = asdict(config.shampoo)
+            own["root_dtype"] = _DTYPES[own["root_dtype"]]
+            return Shampoo(groups, **common, **own)
+        if config.name == "SOAP":
+            own = asdict(config.soap)
+            return SOAP(groups, **common, **own)
         return _muon(groups, of_local, setup)
 
     if config.name == "AdamW" and not config.class_path:

@@ -23,9 +23,9 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_matrixfsdp.titan import job_config
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
-from torchtitan_matrixfsdp.titan.custom_class import check_class
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
+from torchtitan_matrixfsdp.titan.optimizer_checks import check_matrix_optimizer
 from torchtitan_matrixfsdp.titan.stages import check_layers, compiles_blocks
 from torchtitan_matrixfsdp.titan.tensor_parallel import check_tensor_parallel
 
@@ -111,13 +111,14 @@ def validate_job_config(
         ConfigError: on the first fault, with key, value, legal range and remedy.
     """
     owner_fsdp_of(config)
-    check_class(matrix_optimizer_of(config))
+    matrix_optimizer_of(config)
     for section in fields(config):
         check_field_types(vars(config)[section.name], section.name)
     _check_ranges(config)
     _refuse_unsupported(config)
     check_mesh(config, world_size)
     check_tensor_parallel(config, owner_fsdp_of(config), world_size)
+    check_matrix_optimizer(config, owner_fsdp_of(config), matrix_optimizer_of(config), world_size)
     if flavors is not None and config.model.flavor not in flavors:
         raise ConfigError(
             f"model.flavor: received {config.model.flavor!r}; legal for {config.model.name}: "
