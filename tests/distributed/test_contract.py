@@ -1,0 +1,174 @@
+"""Every optimizer on owners keeps one contract; see ``contract`` for the model and the optimizers.
+
+Cases 1, 2, 6, 8, 10, 11, 13, 14, 17, 20, 22, 27, 28 of the collected bug reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.contract import (
+    SHAPES,
+    STEPS,
+    Job,
+    Subject,
+    mesh_of_all,
+    subjects,
+    whole_weights,
+    worst,
+)
+from tests.harness import run_ranks
+
+# Gradients are equal to the bit. What is left is the order of sums within a batch of matrices.
+TOLERANCE = 1e-12
+FIVE = SHAPES[:5]
+NINETEEN = tuple(SHAPES[i % len(SHAPES)] for i in range(19))
+
+
+class NoCollective(TorchDispatchMode):
+    """Raises where a collective starts."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func.namespace not in ("c10d", "_c10d_functional"), func
+        return func(*args, **(kwargs or {}))
+
+
+def silent(step: Callable[[], Any]) -> None:
+    with NoCollective():
+        step()
+
+
+def _each(check: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """``check`` for every optimizer, by name."""
+    return {name: check(subject, *args) for name, subject in subjects().items()}
+
+
+def on_ranks(check: Callable[..., Any], world_size: int, *args: Any) -> dict[str, list[Any]]:
+    """What ``check`` returned for each optimizer, by rank; one spawn for all of them."""
+    by_rank = run_ranks(_each, world_size, check, *args, timeout_s=240)
+    return {name: [found[name] for found in by_rank] for name in by_rank[0]}
+
+
+def _equals_plain(subject: Subject, shapes: Any) -> float:
+    job = Job(subject, shapes)
+    model, optimizer = job.shard(mesh_of_all())
+    job.train(model, optimizer, range(STEPS), silent)
+    return worst(whole_weights(model), job.train_plain())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shapes"),
+    [(1, SHAPES), (2, SHAPES), (4, SHAPES), (8, FIVE), (8, NINETEEN)],
+    ids=["1", "2", "4", "8 ranks, 5 matrices", "8 ranks, 19 matrices"],
+)
+def test_equals_the_plain_class_without_a_collective(world_size: int, shapes: Any) -> None:
+    """Cases 1, 2, 20, 27: whole matrices, of every kind of shape and stride, wherever they live."""
+    for name, errors in on_ranks(_equals_plain, world_size, shapes).items():
+        assert max(errors) <= TOLERANCE, name
+
+
+def _honours_groups(subject: Subject) -> float:
+    job = Job(subject, groups={"slow": (1, 2, 6)})
+    model, optimizer = job.shard(mesh_of_all())
+    job.train(model, optimizer, range(STEPS))
+    return worst(whole_weights(model), job.train_plain())
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    """Case 28."""
+    for name, errors in on_ranks(_honours_groups, 2).items():
+        assert max(errors) <= TOLERANCE, name
+
+
+def _survives_zero(subject: Subject) -> dict[str, bool]:
+    """Weight 0 never has a gradient but zero; all are zero from step 3 on."""
+    job = Job(subject, zero=(0,), zero_from=3)
+    model, optimizer = job.shard(mesh_of_all())
+    before = whole_weights(model)[0]
+    job.train(model, optimizer, range(STEPS))
+    after = whole_weights(model)
+    decayed = before * (1 - subject.options["lr"] * subject.options["weight_decay"]) ** STEPS
+    return {
+        "finite": all(bool(weight.isfinite().all()) for weight in after),
+        "decays alone": worst(after[:1], [decayed]) <= TOLERANCE or not subject.decays_alone,
+    }
+
+
+def test_zero_gradients_decay_weights_and_nothing_else() -> None:
+    """Case 8."""
+    for name, found in on_ranks(_survives_zero, 2).items():
+        assert found == [{"finite": True, "decays alone": True}] * 2, name
+
+
+def _state_by_rank(subject: Subject, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """What each parameter's state is called and what shape and dtype it has, over the steps."""
+    job = Job(subject, dtype=dtype)
+    model, optimizer = job.shard(mesh_of_all())
+    seen = []
+    for step in range(STEPS):
+        seen.append(
+            {
+                f"{index}.{name}": (tuple(value.shape), str(value.dtype))
+                for index, param in enumerate(model.parameters())
+                for name, value in optimizer.state[param].items()
+            }
+        )
+        job.train(model, optimizer, [step])
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_is_eager_and_has_the_same_names_on_every_rank(dtype: torch.dtype) -> None:
+    """Cases 10, 11, 14, 17: from before the first step on, whatever the rank owns."""
+    for name, by_rank in on_ranks(_state_by_rank, 4, dtype).items():
+        for seen in by_rank:
+            assert seen == [by_rank[0][0]] * STEPS, name
+        assert by_rank[0][0] or name == "torch.optim:SGD", name
+
+
+def _resumes(subject: Subject, dtype: torch.dtype, first: int) -> dict[str, bool]:
+    job = Job(subject, dtype=dtype)
+    mesh = mesh_of_all()
+    model, optimizer = job.shard(mesh)
+    job.train(model, optimizer, range(first))
+    saved = optimizer.state_dict()
+    copied = {
+        "param_groups": saved["param_groups"],
+        "state": {
+            index: {name: value.clone() for name, value in state.items()}
+            for index, state in saved["state"].items()
+        },
+    }
+    weights = [param.detach().to_local().clone() for param in model.parameters()]
+    job.train(model, optimizer, range(first, first + STEPS))
+
+    resumed, fresh = job.shard(mesh)
+    if first:
+        job.train(resumed, fresh, [7, 8])  # state of its own, to be replaced
+    with torch.no_grad():
+        for param, weight in zip(resumed.parameters(), weights, strict=True):
+            param.to_local().copy_(weight)
+    fresh.load_state_dict(copied)
+    dtypes = [{k: v.dtype for k, v in s.items()} for s in fresh.state_dict()["state"].values()]
+    job.train(resumed, fresh, range(first, first + STEPS))
+    pairs = zip(whole_weights(resumed), whole_weights(model), strict=True)
+    return {
+        "same dtypes": dtypes
+        == [{k: v.dtype for k, v in s.items()} for s in copied["state"].values()],
+        "same weights": all(torch.equal(a, b) for a, b in pairs),
+    }
+
+
+@pytest.mark.parametrize("first", [0, STEPS], ids=["before the first step", "later"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_saved_continues_to_the_bit(dtype: torch.dtype, first: int) -> None:
+    """Cases 10, 13, 17: a float32 preconditioner of a bfloat16 weight stays one."""
+    for name, found in on_ranks(_resumes, 2, dtype, first).items():
+        assert found == [{"same dtypes": True, "same weights": True}] * 2, name
