@@ -1,4 +1,4 @@
-"""Roots and bases of one factor: their values, their guarantees, and what happens when they fail."""
+"""Roots and bases of one factor: values, guarantees, and what happens when they fail."""
 
 from __future__ import annotations
 
