@@ -29,6 +29,7 @@ def test_shampoo_on_llama_8b() -> None:
     assert account.busiest_owner == 40_465_034_379_264
     assert account.staggered == account.largest_matrix
     assert account.busiest_owner // account.frequency == 809_300_687_585  # its mean step
+    assert account.state_bytes == 21_592_276_992
 
 
 def test_soap_on_llama_8b() -> None:

@@ -1,5 +1,5 @@
-"""What the refreshes of Shampoo's roots and SOAP's bases cost an owner in its worst step, by
-formula: all in one step, and staggered."""
+"""What Shampoo and SOAP cost an owner, by formula: refreshes of roots or bases in the worst step,
+all together and staggered, and bytes of state."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from torchtitan_matrixfsdp.bench.blocks import MODELS, PLANNER, model_blocks, plan_blocks
 from torchtitan_matrixfsdp.bench.results import SCHEMA
 from torchtitan_matrixfsdp.layout import RoleKind, shampoo_root_flops, soap_basis_flops
-from torchtitan_matrixfsdp.optim import refresh_load, refresh_phases
+from torchtitan_matrixfsdp.optim import SOAP, Shampoo, refresh_load, refresh_phases
 
 
 @dataclass(frozen=True)
 class Refreshed:
     """An optimizer with something to refresh, and its defaults."""
 
+    kind: type[Shampoo] | type[SOAP]
     flops: Callable[[Sequence[int], int], int]
     max_dim: int
     frequency: int
@@ -25,15 +28,15 @@ class Refreshed:
 
 REFRESHED: Mapping[str, Refreshed] = MappingProxyType(
     {
-        "Shampoo": Refreshed(shampoo_root_flops, 2048, 50),
-        "SOAP": Refreshed(soap_basis_flops, 10000, 10),
+        "Shampoo": Refreshed(Shampoo, shampoo_root_flops, 2048, 50),
+        "SOAP": Refreshed(SOAP, soap_basis_flops, 10000, 10),
     }
 )
 
 
 @dataclass(frozen=True)
 class RefreshAccount:
-    """FLOPs of refreshes under one plan.
+    """FLOPs of refreshes and bytes of state under one plan.
 
     Attributes:
         optimizer: a key of ``REFRESHED``.
@@ -43,6 +46,7 @@ class RefreshAccount:
         busiest_owner: one refresh of all matrices of the owner with the most of it. This is the
             worst step when all refresh together; divided by ``frequency``, the owner's mean step.
         staggered: the worst step of the worst owner when staggered.
+        state_bytes: of the owner with most, for weights of any dtype but float64.
     """
 
     optimizer: str
@@ -51,6 +55,7 @@ class RefreshAccount:
     largest_matrix: int
     busiest_owner: int
     staggered: int
+    state_bytes: int
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,12 @@ def refresh_account(
     matrices = [s for block in plan.blocks for s in block.shards if s.kind is RoleKind.MATRIX]
     costs = [refreshed.flops(matrix.shape, refreshed.max_dim) for matrix in matrices]
     owners = [matrix.owner for matrix in matrices]
+    bytes_of = {shape: _state_bytes(refreshed.kind, shape) for shape in {m.shape for m in matrices}}
     owned: Counter[int] = Counter()
-    for cost, owner in zip(costs, owners, strict=True):
-        owned[owner] += cost
+    stored: Counter[int] = Counter()
+    for matrix, cost in zip(matrices, costs, strict=True):
+        owned[matrix.owner] += cost
+        stored[matrix.owner] += bytes_of[matrix.shape]
     phases = refresh_phases(costs, frequency)
     return RefreshAccount(
         optimizer,
@@ -98,4 +106,11 @@ def refresh_account(
         max(costs),
         max(owned.values()),
         max(refresh_load(costs, phases, owners, frequency)),
+        max(stored.values()),
     )
+
+
+def _state_bytes(kind: type[Shampoo] | type[SOAP], shape: tuple[int, ...]) -> int:
+    """What an optimizer keeps of one matrix, counters left out."""
+    param = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    return sum(tensor.nbytes for tensor in kind([param]).state[param].values() if tensor.dim() > 0)

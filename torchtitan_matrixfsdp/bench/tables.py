@@ -18,6 +18,7 @@ from torchtitan_matrixfsdp.bench.results import (
 from torchtitan_matrixfsdp.layout import BASELINE_STEPS
 
 _MEGABYTE = 10**6
+_GIGABYTE = 10**9
 _TERAFLOP = 10**12
 
 
@@ -75,6 +76,7 @@ def refresh_text(report: RefreshReport) -> str:
                 )
             ),
             f"{account.busiest_owner / account.staggered:.1f}",
+            f"{account.state_bytes / _GIGABYTE:,.2f}",
         ]
         for account in report.accounts
     ]
@@ -87,10 +89,11 @@ def refresh_text(report: RefreshReport) -> str:
         "worst step, together",
         "worst step, staggered",
         "flatter",
+        "state GB",
     ]
     title = (
         f"Llama {report.model}, planner {report.planner}, by formula: TFLOP of refreshes on the "
-        "busiest owner"
+        "busiest owner, state on the fullest"
     )
     return f"{title}\n{_table(head, rows)}"
 

@@ -73,8 +73,8 @@ class Shampoo(KroneckerOptimizer):
     Args:
         params: 2D parameters or groups of them.
         lr: learning rate, >= 0. It has the unit of the grafted method's: with ``adamw`` an AdamW
-            rate carries over. With ``none`` it is Shampoo's own, the typical length of a change of
-            a weight, as P does not scale with the gradient for p = 1/4.
+            rate carries over. With ``none`` and p = 1/4 it is a spectral norm: P of a single
+            gradient is orthogonal, as Muon's update is.
         weight_decay: decoupled decay, >= 0; a step multiplies the weight by 1 - lr weight_decay.
         beta1: of the momentum, in [0, 1).
         beta2: of the factors and of the AdamW that is grafted, in [0, 1]; 1 sums.
