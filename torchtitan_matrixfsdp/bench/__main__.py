@@ -19,9 +19,10 @@ from torchtitan_matrixfsdp.bench.ranks import (
     launched_world_size,
     leave,
 )
+from torchtitan_matrixfsdp.bench.refresh import RefreshReport, refresh_report
 from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
 from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
-from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text
+from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text, refresh_text
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
 from torchtitan_matrixfsdp.layout import StepShape
 
@@ -33,9 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark and print its report; the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    options.world_size = _world_size(parser, options)
+    report: CommReport | MemoryReport | RefreshReport | None
     try:
-        report = _comm(options) if options.command == "comm" else _memory(options)
+        if options.command == "refresh":
+            report = refresh_report(options.model, options.world_sizes, options.frequency)
+        else:
+            options.world_size = _world_size(parser, options)
+            report = _comm(options) if options.command == "comm" else _memory(options)
     except RanksFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(report), indent=1))
     elif isinstance(report, CommReport):
         print(comm_text(report))
+    elif isinstance(report, RefreshReport):
+        print(refresh_text(report))
     else:
         print(memory_text(report))
     return 0
@@ -120,6 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--tokens", type=_integer(1, 1 << 16), default=16, help="tokens per rank (default: 16)"
     )
+
+    refresh = commands.add_parser("refresh", help="FLOPs of roots and bases; starts no rank")
+    refresh.add_argument("--model", choices=MODELS, default="8B", help="default: 8B")
+    refresh.add_argument(
+        "--world-sizes", type=_integer(1, 1 << 16), nargs="+", metavar="W", default=[8, 64]
+    )
+    refresh.add_argument(
+        "--frequency", type=_integer(1, 1 << 16), help="default: each optimizer's own"
+    )
+    refresh.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchtitan_matrixfsdp.bench.refresh import RefreshReport
 from torchtitan_matrixfsdp.bench.results import (
     CommReport,
     LayoutResult,
@@ -17,6 +18,8 @@ from torchtitan_matrixfsdp.bench.results import (
 from torchtitan_matrixfsdp.layout import BASELINE_STEPS
 
 _MEGABYTE = 10**6
+_GIGABYTE = 10**9
+_TERAFLOP = 10**12
 
 
 def comm_text(report: CommReport) -> str:
@@ -54,6 +57,45 @@ def memory_text(report: MemoryReport) -> str:
         "tokens: peak MB on top of the sharded parameters, the fullest rank's (ratio to fsdp2)"
     )
     return f"{_setting(report.setting)}\n\n{title}\n{_table(head, rows)}"
+
+
+def refresh_text(report: RefreshReport) -> str:
+    """The ``refresh`` report."""
+    rows = [
+        [
+            account.optimizer,
+            str(account.world_size),
+            str(account.frequency),
+            *(
+                f"{flops / _TERAFLOP:,.3f}"
+                for flops in (
+                    account.largest_matrix,
+                    account.busiest_owner / account.frequency,
+                    account.busiest_owner,
+                    account.staggered,
+                )
+            ),
+            f"{account.busiest_owner / account.staggered:.1f}",
+            f"{account.state_bytes / _GIGABYTE:,.2f}",
+        ]
+        for account in report.accounts
+    ]
+    head = [
+        "optimizer",
+        "ranks",
+        "frequency",
+        "largest matrix",
+        "mean step",
+        "worst step, together",
+        "worst step, staggered",
+        "flatter",
+        "state GB",
+    ]
+    title = (
+        f"Llama {report.model}, planner {report.planner}, by formula: TFLOP of refreshes on the "
+        "busiest owner, state on the fullest"
+    )
+    return f"{title}\n{_table(head, rows)}"
 
 
 def _setting(setting: Setting) -> str:

@@ -83,11 +83,11 @@ def soap_basis_flops(shape: Sequence[int], max_dim: int, is_first: bool = False)
     (2 n times its elements).
 
     Raises:
-        ValueError: the shape is not 2D or negative, or ``max_dim`` is below 1.
+        ValueError: the shape is not 2D or negative, or ``max_dim`` is negative.
     """
     rows, cols = _matrix_shape("SOAP", shape)
-    if max_dim < 1:
-        raise ValueError(f"max_dim={max_dim}; legal: >= 1")
+    if max_dim < 0:
+        raise ValueError(f"max_dim={max_dim}; legal: >= 0")
     flops = 0
     for n in (rows, cols):
         if n <= max_dim:

@@ -43,6 +43,15 @@ def bounded(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return grad * (limit / largest.clamp(min=limit))
 
 
+def direction(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix scaled to Frobenius norm 1; zero stays zero. On the device, without overflow."""
+    # Two divisions: the square of a tiny or huge entry would leave the exponent range.
+    largest = torch.linalg.vector_norm(matrix, math.inf)
+    matrix = matrix / torch.where(largest > 0, largest, 1)
+    norm = torch.linalg.vector_norm(matrix)
+    return matrix / torch.where(norm > 0, norm, 1)
+
+
 def inverse_root(
     factor: torch.Tensor,
     exponent: float,

@@ -54,7 +54,7 @@ from torchtitan_matrixfsdp.optim.kronecker import (
     check_common_options,
     check_option,
 )
-from torchtitan_matrixfsdp.optim.matrix_functions import inverse_root
+from torchtitan_matrixfsdp.optim.matrix_functions import direction, inverse_root
 
 GRAFTING = ("adamw", "sgd", "none")
 ROOT_DTYPES = (torch.float32, torch.float64)
@@ -73,8 +73,8 @@ class Shampoo(KroneckerOptimizer):
     Args:
         params: 2D parameters or groups of them.
         lr: learning rate, >= 0. It has the unit of the grafted method's: with ``adamw`` an AdamW
-            rate carries over. With ``none`` it is Shampoo's own, the typical length of a change of
-            a weight, as P does not scale with the gradient for p = 1/4.
+            rate carries over. With ``none`` and p = 1/4 it is a spectral norm: P of a single
+            gradient is orthogonal, as Muon's update is.
         weight_decay: decoupled decay, >= 0; a step multiplies the weight by 1 - lr weight_decay.
         beta1: of the momentum, in [0, 1).
         beta2: of the factors and of the AdamW that is grafted, in [0, 1]; 1 sums.
@@ -183,15 +183,20 @@ class Shampoo(KroneckerOptimizer):
         if not (now.is_due or now.is_refreshed):
             now.apply(grafted)
             return
+        if self.grafting == "none":
+            now.apply(self._preconditioned(now, average))
+            return
+        # Lengths cancel, and roots of tiny gradients times a huge one would overflow.
+        update = direction(self._preconditioned(now, direction(average)))
+        now.apply(update.mul_(torch.linalg.vector_norm(grafted)))
+
+    def _preconditioned(self, now: MatrixStep, average: torch.Tensor) -> torch.Tensor:
+        """P [m, n]."""
         update = torch.empty_like(average)
         for block in self._blocks(now.param):
             left, right = (side.of(now.state, "_root") for side in block.sides)
             update[block.rows, block.cols] = left @ average[block.rows, block.cols] @ right
-        if self.grafting != "none":
-            norm = torch.linalg.vector_norm(update)
-            # The guard acts on zero alone, and on the device.
-            update *= torch.linalg.vector_norm(grafted) / torch.where(norm > 0, norm, 1)
-        now.apply(update)
+        return update
 
     def _grafted(self, now: MatrixStep, average: torch.Tensor) -> torch.Tensor:
         """S [m, n]; moves the second moment."""

@@ -15,21 +15,19 @@ planner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-
-# Planners place equal matrices in turn, so an owner tends to have every W-th of a kind.
-_WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
+from itertools import accumulate
 
 
 def refresh_phases(costs: Sequence[int], frequency: int) -> tuple[int, ...]:
     """Returns the phase, in ``range(frequency)``, of each matrix with these costs of a refresh.
 
-    Longest processing time first: matrices by falling cost, ties by index, each to the phase with
-    the least load so far, ties to the lowest phase. Load is what owners would have, for several
-    world sizes W at a time: the k-th matrix of a cost is taken to belong to owner ``k % W``, and
-    that owner's load of a phase counts W times, so that every W weighs the same. Load over all
-    matrices alone (W = 1) would give every W-th matrix of a kind the same phase wherever W and the
-    frequency share a factor, and one owner would refresh them together.
+    The list, as long as the sum of its costs, is cut into ``frequency`` equal stretches, and a
+    matrix belongs to the stretch in which it begins. Planners deal neighbours out to different
+    owners, so those of one stretch seldom meet on an owner, and an owner's own, which lie all along
+    the list, come one after another. That holds for any number of owners. (Sorting by cost, each
+    matrix to the least loaded phase, balances one device as well, but matrices of equal cost then
+    go round the phases, and an owner's may all meet in one where W and the frequency share a
+    factor.) ``python -m torchtitan_matrixfsdp.bench refresh`` prints what comes of it.
 
     Raises:
         ValueError: ``frequency`` below 1 or a negative cost.
@@ -38,18 +36,10 @@ def refresh_phases(costs: Sequence[int], frequency: int) -> tuple[int, ...]:
         raise ValueError(f"frequency: received {frequency}; legal: >= 1")
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs: received {min(costs)}; legal: >= 0")
-    load = {size: [[0] * frequency for _ in range(size)] for size in _WORLD_SIZES}
-    phases = [0] * len(costs)
-    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    for cost, equal in groupby(by_cost, key=costs.__getitem__):
-        for k, index in enumerate(equal):
-            owners = [(size, load[size][k % size]) for size in _WORLD_SIZES]
-            seen = [sum(size * at[p] for size, at in owners) for p in range(frequency)]
-            phase = seen.index(min(seen))
-            phases[index] = phase
-            for _, at in owners:
-                at[phase] += cost
-    return tuple(phases)
+    total = max(1, sum(costs))
+    # A matrix without cost at the very end begins where the last stretch ends.
+    begins = (end - cost for end, cost in zip(accumulate(costs), costs, strict=True))
+    return tuple(min(begin * frequency // total, frequency - 1) for begin in begins)
 
 
 def refresh_load(

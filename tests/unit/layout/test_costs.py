@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.layout.models import SMALL
-from torchtitan_matrixfsdp.layout import gamma, muon_flops, newton_schulz_flops
+from torchtitan_matrixfsdp.layout import (
+    block_sides,
+    gamma,
+    muon_flops,
+    newton_schulz_flops,
+    shampoo_root_flops,
+    soap_basis_flops,
+)
 
 
 def test_newton_schulz_flops_by_hand():
@@ -41,3 +48,57 @@ def test_gamma_by_hand():
 def test_gamma_lies_between_one_and_the_world_size(owned):
     # The smallest distance from 1 that integers up to 64000 can have is far above 1e-9.
     assert 1.0 - 1e-9 <= gamma(len(owned), owned, sum(owned)) <= len(owned) + 1e-9
+
+
+def test_block_sides_by_hand():
+    assert block_sides(7, 7) == (7,)
+    assert block_sides(8, 7) == (4, 4)
+    assert block_sides(15, 7) == (5, 5, 5)
+    assert block_sides(16, 7) == (6, 5, 5)
+    assert block_sides(0, 7) == (0,)
+    assert block_sides(3, 1) == (1, 1, 1)
+
+
+@SMALL
+@given(st.integers(0, 500), st.integers(1, 60))
+def test_block_sides_are_few_and_equal(length, max_side):
+    sides = block_sides(length, max_side)
+    assert sum(sides) == length
+    assert max(sides) <= max_side
+    assert max(sides) - min(sides) <= 1
+    assert len(sides) == max(1, -(-length // max_side))
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2), (3, 0)])
+def test_block_sides_refuses(arguments):
+    with pytest.raises(ValueError, match="legal: >= 0, >= 1"):
+        block_sides(*arguments)
+
+
+def test_shampoo_root_flops_by_hand():
+    # 9 n^3 for the eigenvectors and 2 n^3 for the root, of n = 4 and n = 3.
+    assert shampoo_root_flops((4, 3), 8) == shampoo_root_flops((3, 4), 8) == 11 * (64 + 27)
+    # In 2 x 1 blocks of 2 x 3: two factors of 2 and two of 3.
+    assert shampoo_root_flops((4, 3), 3) == 11 * (2 * 8 + 2 * 27)
+    # 2 x 2 blocks: rows 2, 2 and columns 2, 1, each factor once per block.
+    assert shampoo_root_flops((4, 3), 2) == 11 * (2 * (8 + 8) + 2 * (8 + 1))
+    assert shampoo_root_flops((0, 3), 8) == 11 * 27
+
+
+def test_soap_basis_flops_by_hand():
+    # n = 3: F Q 54, QR 72, change of basis 54, and 2 * 3 * 12 on the first moment; n = 4: 128, 170
+    # (170 2/3 rounded down), 128 and 96.
+    assert soap_basis_flops((4, 3), 4) == (54 + 72 + 54 + 72) + (128 + 170 + 128 + 96)
+    assert soap_basis_flops((3, 4), 3) == soap_basis_flops((4, 3), 3) == 54 + 72 + 54 + 72
+    assert soap_basis_flops((4, 3), 2) == soap_basis_flops((4, 3), 0) == 0
+    assert soap_basis_flops((4, 3), 4, is_first=True) == (243 + 72) + (576 + 96)
+
+
+def test_refresh_flops_refuse_other_shapes():
+    for flops in (shampoo_root_flops, soap_basis_flops):
+        with pytest.raises(ValueError, match="2D"):
+            flops((2, 3, 4), 8)
+        with pytest.raises(ValueError, match="negative"):
+            flops((2, -3), 8)
+        with pytest.raises(ValueError, match="legal"):
+            flops((2, 3), -1)
