@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import OracleMuon
 from torchtitan_matrixfsdp.optim import (
@@ -332,6 +333,32 @@ def test_a_matrix_steps_alone_as_it_does_among_others(dtype: torch.dtype, nester
             optimizer.step()
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
+
+
+class CountBatchedProducts(TorchDispatchMode):
+    """The number of matrices in each ``baddbmm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.baddbmm.default:
+            self.sizes.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_matrices_of_one_shape_are_stacked_where_that_pays() -> None:
+    """On a device without memory: the transpose of a shape is the same, a split has its blocks."""
+    shapes = [(32, 16), (16, 32), (24, 24), (32, 16), (0, 16), (32, 32)]
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    muon = Muon(params, ns_steps=3, split={params[-1]: Split(1, 2)})
+    with CountBatchedProducts() as count:
+        muon.step()
+    # Two products of each step; the square of 24 is alone, hence without a batch.
+    assert count.sizes == [3] * 6 + [2] * 6
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
