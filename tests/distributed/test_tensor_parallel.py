@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.support import CorpusPaths
 from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.cpu_device import use_cpu_device
-from torchtitan_matrixfsdp.optim import TP_STEP, LocalStepOptimizer, Muon, TensorParallelMuon
+from torchtitan_matrixfsdp.optim import TP_STEP, LocalStepOptimizer, Muon, Split, TensorParallelMuon
 from torchtitan_matrixfsdp.runtime import Owner, OwnerDTensor, owner_local_shape
 
 STEPS = 6
@@ -104,6 +104,8 @@ MATRICES: list[tuple[tuple[int, int], list[Any]]] = [
     ((4, 10), [Owner(1), Shard(1)]),
 ]
 
+SPLITS = [None] * (len(MATRICES) - 1) + [Split(1, 5)]
+
 
 def _exchange() -> dict[str, Any]:
     """Three steps of Muon on fragments and of Muon on whole matrices, from the same gradients."""
@@ -128,15 +130,24 @@ def _exchange() -> dict[str, Any]:
     params = [
         nn.Parameter(fragment(w.detach(), p)) for w, (_, p) in zip(wholes, MATRICES, strict=True)
     ]
-    options: dict[str, Any] = {"lr": 0.1, "ns_dtype": torch.bfloat16, "adjust_lr": "original"}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "ns_dtype": torch.bfloat16,
+        "adjust_lr": "original",
+        "coefficients": "polar_express",
+    }
+    # Blocks of the whole matrix, across the fragments' edge.
+    split = dict(zip(params, SPLITS, strict=True))
 
     def muon(
         groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]
     ) -> Optimizer:
-        return TensorParallelMuon(groups, of_local, counter, **options)
+        local_split = {local: split[p] for local, p in of_local.items() if split[p] is not None}
+        return TensorParallelMuon(groups, of_local, counter, split=local_split, **options)
 
     optimizer = LocalStepOptimizer(params, muon)
-    reference = Muon(wholes, **options)
+    whole_split = {w: s for w, s in zip(wholes, SPLITS, strict=True) if s is not None}
+    reference = Muon(wholes, split=whole_split, **options)
     for _ in range(3):
         for whole, param, (shape, placements) in zip(wholes, params, MATRICES, strict=True):
             whole.grad = draw(shape)

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_matrixfsdp.titan
@@ -26,11 +27,19 @@ from torchtitan_matrixfsdp.bench.blocks import (
     scaled_model,
 )
 from torchtitan_matrixfsdp.bench.memory import LiveStorages
+from torchtitan_matrixfsdp.bench.newton_schulz import Products
 from torchtitan_matrixfsdp.bench.ranks import RanksFailedError, on_ranks
 from torchtitan_matrixfsdp.bench.results import Ratio, Spread
 from torchtitan_matrixfsdp.bench.sent import SentBytes
-from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text
-from torchtitan_matrixfsdp.layout import BASELINE_STEPS, TRANSPORT_MODELS, StepShape, gamma
+from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text, newton_schulz_text
+from torchtitan_matrixfsdp.layout import (
+    BASELINE_STEPS,
+    TRANSPORT_MODELS,
+    StepShape,
+    gamma,
+    newton_schulz_flops,
+)
+from torchtitan_matrixfsdp.optim import newton_schulz
 
 assert torchtitan_matrixfsdp.titan  # registers the models
 
@@ -124,6 +133,13 @@ def test_layouts_of_a_block(world_size):
         (["comm", "--dtype", "float16"], "invalid choice: 'float16'"),
         (["comm", "--model", "9B"], "invalid choice: '9B'"),
         (["comm", "--account-world-sizes", "0"], "--account-world-sizes: received '0'; legal: 1"),
+        (
+            ["newton-schulz", "--shapes", "8x256"],
+            "received '8x256'; legal: as 8x256x768, each >= 1",
+        ),
+        (["newton-schulz", "--shapes", "8x0x4"], "received '8x0x4'; legal: as"),
+        (["newton-schulz", "--threads", "0"], "--threads: received '0'; legal: 1 to 1024"),
+        (["newton-schulz", "--coefficients", "cubic"], "invalid choice: 'cubic'"),
         ([], "the following arguments are required: command"),
     ],
 )
@@ -193,6 +209,53 @@ def test_tables_say_what_the_report_holds():
     ours = dataclasses.replace(stock, system="owner", gather=results.MemoryPhase(None, 1_000_000))
     text = memory_text(results.MemoryReport(1, "memory", setting, 2_000_000, 2, 16, (stock, ours)))
     assert re.search(r"\| owner +\| 1.00 +\| 1.00 \(0.50\) \| 4.00 \(1.00\)", text)
+
+
+def test_newton_schulz_prints_one_document(capsys):
+    threads = torch.get_num_threads()
+    shapes = ["3x4x10", "2x12x5", "1x8x8"]
+    arguments = ["newton-schulz", "--json", "--repeats", "2", "--steps", "6", "--shapes", *shapes]
+    assert main([*arguments, "--coefficients", "polar_express"]) == 0
+    assert torch.get_num_threads() == threads
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == 1 and document["command"] == "newton-schulz"
+    setting = document["setting"]
+    assert (setting["threads"], setting["steps"], setting["repeats"]) == (1, 6, 2)
+    found = document["results"]
+    sizes = [f"{r['matrices']}x{r['rows']}x{r['cols']}" for r in found]
+    assert sizes == shapes * 2
+    assert [r["dtype"] for r in found] == ["float32"] * 3 + ["bfloat16"] * 3
+    for result in found:
+        shape = result["rows"], result["cols"]
+        assert result["flops"] == result["matrices"] * newton_schulz_flops(*shape, steps=6)
+        for name in ("time_to_products", "time_to_float32_products", "stacked_to_one_by_one"):
+            assert 0 < result[name]["min"] <= result[name]["median"] <= result[name]["max"]
+        # The bounds of test_newton_schulz.py; Gaussian matrices have values below 1e-3 of the norm.
+        assert result["relative_error"] < (1e-4 if result["dtype"] == "float32" else 0.04)
+        assert 0 < result["smallest_singular_value"] <= result["largest_singular_value"] < 1.05
+
+
+def test_the_baseline_multiplies_what_newton_schulz_multiplies():
+    """Counted in the dispatcher: the same FLOPs, those of the formula, one by one or stacked."""
+    batch = torch.randn(3, 20, 8)
+    predicted = 3 * newton_schulz_flops(20, 8, steps=4)
+    for stacked in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(batch, steps=4, compute_dtype=torch.float32, stacked=stacked)
+        assert counter.get_total_flops() == predicted
+    assert Products(batch, 4, torch.float32).flops == predicted
+
+
+def test_newton_schulz_as_a_table():
+    ratio = Ratio(1.0, 0.5, 2.0)
+    setting = results.NewtonSchulzSetting("2.13", "cpu", 1, 5, "quintic", 7)
+    result = results.NewtonSchulzResult(
+        "float32", 8, 768, 256, 10, 12.345, ratio, ratio, ratio, 1.24e-6, 0.5, 1.25
+    )
+    text = newton_schulz_text(results.NewtonSchulzReport(1, "newton-schulz", setting, (result,)))
+    assert "torch 2.13 on cpu, 1 thread(s): 5 steps of quintic, 7 repetitions" in text
+    assert "| float32 | 8 of 768 x 256 | 12.3 | 1.00 (0.50 to 2.00) |" in text
+    assert "| 1.2e-06 | 0.500 to 1.250" in text
 
 
 def test_live_storages_follows_resizing_and_counts_each_storage_once():

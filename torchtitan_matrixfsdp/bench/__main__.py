@@ -13,6 +13,11 @@ import torch
 from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE
 from torchtitan_matrixfsdp.bench.comm import CommOptions
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions
+from torchtitan_matrixfsdp.bench.newton_schulz import (
+    SHAPES,
+    NewtonSchulzOptions,
+    newton_schulz_report,
+)
 from torchtitan_matrixfsdp.bench.ranks import (
     RanksFailedError,
     is_under_torchrun,
@@ -22,9 +27,15 @@ from torchtitan_matrixfsdp.bench.ranks import (
 from torchtitan_matrixfsdp.bench.refresh import RefreshReport, refresh_report
 from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
 from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
-from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text, refresh_text
+from torchtitan_matrixfsdp.bench.tables import (
+    comm_text,
+    memory_text,
+    newton_schulz_text,
+    refresh_text,
+)
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
 from torchtitan_matrixfsdp.layout import StepShape
+from torchtitan_matrixfsdp.optim import COEFFICIENTS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAX_OWN_RANKS = 64
@@ -34,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark and print its report; the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "newton-schulz":
+        return _newton_schulz(options)
     report: CommReport | MemoryReport | RefreshReport | None
     try:
         if options.command == "refresh":
@@ -78,6 +91,21 @@ def _memory(options: argparse.Namespace) -> MemoryReport | None:
         options.transport, options.layer_dim, options.blocks, options.tokens, options.repeats
     )
     return memory_report(options.world_size, memory)
+
+
+def _newton_schulz(options: argparse.Namespace) -> int:
+    report = newton_schulz_report(
+        NewtonSchulzOptions(
+            tuple(options.shapes),
+            tuple(_DTYPES[name] for name in options.dtype),
+            options.steps,
+            options.coefficients,
+            options.repeats,
+            options.threads,
+        )
+    )
+    print(json.dumps(asdict(report), indent=1) if options.json else newton_schulz_text(report))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +165,25 @@ def _parser() -> argparse.ArgumentParser:
         "--frequency", type=_integer(1, 1 << 16), help="default: each optimizer's own"
     )
     refresh.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    _add_newton_schulz(commands.add_parser("newton-schulz", help="its time beside its products"))
     return parser
+
+
+def _add_newton_schulz(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--shapes",
+        type=_shape,
+        nargs="+",
+        metavar="KxMxN",
+        default=SHAPES,
+        help="K matrices of M rows and N columns (default: as in docs/bench.md)",
+    )
+    command.add_argument("--dtype", choices=_DTYPES, nargs="+", default=list(_DTYPES))
+    command.add_argument("--steps", type=_integer(1, 20), default=5, help="default: 5")
+    command.add_argument("--coefficients", choices=COEFFICIENTS, default="quintic")
+    command.add_argument("--repeats", type=_integer(1, 1 << 16), default=5, help="default: 5")
+    command.add_argument("--threads", type=_integer(1, 1 << 10), default=1, help="default: 1")
+    command.add_argument("--json", action="store_true", help="one JSON document instead of tables")
 
 
 def _add_common(parser: argparse.ArgumentParser, world_size: int, repeats: int) -> None:
@@ -157,6 +203,13 @@ def _add_common(parser: argparse.ArgumentParser, world_size: int, repeats: int) 
         help="width of the blocks (default: 256)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"received {text!r}; legal: as 8x256x768, each >= 1")
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:

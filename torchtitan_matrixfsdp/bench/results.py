@@ -202,6 +202,46 @@ class MemoryReport:
     systems: tuple[SystemMemory, ...]
 
 
+@dataclass(frozen=True)
+class NewtonSchulzSetting:
+    """Where and how Newton-Schulz was measured."""
+
+    torch_version: str
+    device: str
+    threads: int
+    steps: int
+    coefficients: str
+    repeats: int
+
+
+@dataclass(frozen=True)
+class NewtonSchulzResult:
+    """Matrices of one shape in one dtype: times, and how exact the result is."""
+
+    dtype: str
+    matrices: int
+    rows: int
+    cols: int
+    flops: int
+    milliseconds: float
+    time_to_products: Ratio
+    time_to_float32_products: Ratio
+    stacked_to_one_by_one: Ratio
+    relative_error: float
+    smallest_singular_value: float
+    largest_singular_value: float
+
+
+@dataclass(frozen=True)
+class NewtonSchulzReport:
+    """What ``newton-schulz`` reports."""
+
+    schema: int
+    command: str
+    setting: NewtonSchulzSetting
+    results: tuple[NewtonSchulzResult, ...]
+
+
 def spread(value: int) -> Spread:
     """The spread of every rank's ``value``; a collective, the same on all ranks."""
     values: list[int] = [0] * dist.get_world_size()

@@ -11,6 +11,7 @@ from torchtitan_matrixfsdp.bench.results import (
     MeasuredStep,
     MemoryReport,
     ModelAccount,
+    NewtonSchulzReport,
     Ratio,
     Setting,
     Spread,
@@ -94,6 +95,40 @@ def refresh_text(report: RefreshReport) -> str:
     title = (
         f"Llama {report.model}, planner {report.planner}, by formula: TFLOP of refreshes on the "
         "busiest owner, state on the fullest"
+    )
+    return f"{title}\n{_table(head, rows)}"
+
+
+def newton_schulz_text(report: NewtonSchulzReport) -> str:
+    """The ``newton-schulz`` report."""
+    setting = report.setting
+    rows = [
+        [
+            result.dtype,
+            f"{result.matrices} of {result.rows} x {result.cols}",
+            f"{result.milliseconds:.1f}",
+            _ratio(result.time_to_products),
+            _ratio(result.time_to_float32_products),
+            _ratio(result.stacked_to_one_by_one),
+            f"{result.relative_error:.1e}",
+            f"{result.smallest_singular_value:.3f} to {result.largest_singular_value:.3f}",
+        ]
+        for result in report.results
+    ]
+    head = [
+        "dtype",
+        "matrices",
+        "ms",
+        "time / products",
+        "time / float32 products",
+        "one bmm / one by one",
+        "error",
+        "singular values",
+    ]
+    title = (
+        f"torch {setting.torch_version} on {setting.device}, {setting.threads} thread(s): "
+        f"{setting.steps} steps of {setting.coefficients}, {setting.repeats} repetitions. Times: "
+        "median of paired ratios (min to max). Error: relative to float64, the worst matrix's"
     )
     return f"{title}\n{_table(head, rows)}"
 

@@ -7,8 +7,14 @@ from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase
 from torchtitan_matrixfsdp.optim.foreign import ForeignOptimizer
 from torchtitan_matrixfsdp.optim.foreign_state import ForeignStateError
 from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_adam_state
-from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, lr_scale
-from torchtitan_matrixfsdp.optim.newton_schulz import QUINTIC, newton_schulz
+from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, Split, lr_scale
+from torchtitan_matrixfsdp.optim.newton_schulz import (
+    COEFFICIENTS,
+    POLAR_EXPRESS,
+    QUINTIC,
+    newton_schulz,
+    newton_schulz_each,
+)
 from torchtitan_matrixfsdp.optim.shampoo import GRAFTING, Shampoo
 from torchtitan_matrixfsdp.optim.soap import SOAP
 from torchtitan_matrixfsdp.optim.stagger import refresh_load, refresh_phases
@@ -21,7 +27,9 @@ from torchtitan_matrixfsdp.optim.tp_exchange import (
 
 __all__ = [
     "ADJUST_LR",
+    "COEFFICIENTS",
     "GRAFTING",
+    "POLAR_EXPRESS",
     "QUINTIC",
     "SOAP",
     "TP_STEP",
@@ -32,10 +40,12 @@ __all__ = [
     "MatrixOptimizerBase",
     "Muon",
     "Shampoo",
+    "Split",
     "TensorParallelMuon",
     "create_adam_state",
     "lr_scale",
     "newton_schulz",
+    "newton_schulz_each",
     "refresh_load",
     "refresh_phases",
     "tensor_parallel_cut",

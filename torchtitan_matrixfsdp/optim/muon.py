@@ -17,19 +17,29 @@ The decay uses the base learning rate, not the adjusted one. :math:`s` is ``adju
   The update then has the RMS of a typical AdamW step, and AdamW's rate and decay carry over.
 
 The one difference from ``torch.optim.Muon``: the orthogonalisation is scale-invariant down to
-1e-30 (see :mod:`~torchtitan_matrixfsdp.optim.newton_schulz`), and its dtype can be chosen.
+1e-30 (see :mod:`~torchtitan_matrixfsdp.optim.newton_schulz`), and its dtype and coefficients can be
+chosen.
+
+A weight that holds several matrices, such as the heads of an attention projection, can have a
+:class:`Split`: then u is cut into blocks, each block is orthogonalised by itself, and (out, in) in
+s is the block's shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, PendingUpdate
-from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
+from torchtitan_matrixfsdp.optim.newton_schulz import (
+    batches,
+    newton_schulz_each,
+    step_coefficients,
+)
 
 ADJUST_LR = ("original", "match_rms_adamw")
 
@@ -49,8 +59,50 @@ def lr_scale(adjust_lr: str, shape: tuple[int, ...]) -> float:
     raise ValueError(f"adjust_lr: received {adjust_lr!r}; legal: {list(ADJUST_LR)}")
 
 
+@dataclass(frozen=True)
+class Split:
+    """A weight of ``parts`` equal blocks that are orthogonalised one by one.
+
+    Attributes:
+        dim: 0 for blocks of rows, 1 for blocks of columns.
+        parts: how many, at least 1.
+
+    Raises:
+        ValueError: another ``dim``, or ``parts`` below 1.
+    """
+
+    dim: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.dim not in (0, 1) or self.parts < 1:
+            raise ValueError(
+                f"Split(dim={self.dim}, parts={self.parts}); legal: dim 0 (rows) or 1 (columns), "
+                "parts >= 1"
+            )
+
+    def block_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of each block of a weight of ``shape`` (rows, columns).
+
+        Raises:
+            ValueError: the length does not divide by ``parts``.
+        """
+        block = [shape[0], shape[1]]
+        if block[self.dim] % self.parts:
+            raise ValueError(
+                f"{self} of a weight of shape {tuple(shape)}; legal: a number of parts that "
+                f"divides {block[self.dim]}"
+            )
+        block[self.dim] //= self.parts
+        return block[0], block[1]
+
+
 class Muon(MatrixOptimizerBase):
-    """Muon for 2D parameters, one matrix at a time.
+    """Muon for 2D parameters.
+
+    Matrices of one shape are orthogonalised together where that is faster, up to
+    ``newton_schulz.BATCH_ELEMENTS`` elements at a time; beside the parameters, gradients and
+    momentum, no more updates than these are alive.
 
     Parameters with numel 0 (matrices that another rank owns) keep their empty state and are not
     orthogonalised. State is created with the optimizer: ``momentum_buffer``, of the parameter's
@@ -66,9 +118,12 @@ class Muon(MatrixOptimizerBase):
         ns_dtype: dtype of Newton-Schulz.
         adjust_lr: one of ``ADJUST_LR``.
         logical_shapes: as for :class:`MatrixOptimizerBase`.
+        coefficients: of Newton-Schulz, a name in ``newton_schulz.COEFFICIENTS``.
+        split: the weights that are cut into blocks, by their logical shape.
 
     Raises:
-        ValueError: a hyperparameter out of range, or a parameter that is not 2D.
+        ValueError: a hyperparameter out of range, a parameter that is not 2D, or a split that
+            does not divide its parameter or is of another tensor.
     """
 
     def __init__(
@@ -83,6 +138,8 @@ class Muon(MatrixOptimizerBase):
         ns_dtype: torch.dtype = torch.bfloat16,
         adjust_lr: str = "match_rms_adamw",
         logical_shapes: Mapping[torch.Tensor, tuple[int, ...]] | None = None,
+        coefficients: str = "quintic",
+        split: Mapping[torch.Tensor, Split] | None = None,
     ) -> None:
         if not lr >= 0:  # NaN too
             raise ValueError(f"lr: received {lr}; legal: >= 0")
@@ -93,8 +150,11 @@ class Muon(MatrixOptimizerBase):
         if ns_steps < 1:
             raise ValueError(f"ns_steps: received {ns_steps}; legal: >= 1")
         lr_scale(adjust_lr, (1, 1))  # raises on an unknown name
-        # Not a group option: checkpoints save those, and a dtype is how to compute, not state.
+        step_coefficients(coefficients, ns_steps)  # likewise
+        # Not group options: checkpoints save those, and these are how to compute, not state.
         self._ns_dtype = ns_dtype
+        self._coefficients = coefficients
+        self._split = dict(split or {})
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -104,10 +164,22 @@ class Muon(MatrixOptimizerBase):
             "adjust_lr": adjust_lr,
         }
         super().__init__(params, defaults, logical_shapes)
+        mine = {param for group in self.param_groups for param in group["params"]}
+        for param in self._split.keys() - mine:
+            raise ValueError(
+                f"split: received a tensor of shape {tuple(param.shape)} that is in no group; "
+                "legal: the parameters themselves"
+            )
 
     def state_shapes(self, param: torch.Tensor) -> Mapping[str, tuple[int, ...]]:
         """``momentum_buffer``, of the matrix's shape."""
         return {"momentum_buffer": self.logical_shape(param)}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and create its state."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            self._matrix_shape(param)  # raises where a split does not divide
 
     def _create_state(self, group: dict[str, Any]) -> None:
         for param in group["params"]:
@@ -116,10 +188,22 @@ class Muon(MatrixOptimizerBase):
             )
 
     def _update(self, pending: Sequence[PendingUpdate]) -> None:
-        # One matrix after another: a single update is alive at a time.
-        for param, grad, group in pending:
-            update = self._average(param, grad, group)
-            self._apply(param, self._orthogonalise(param, update, group["ns_steps"]), group)
+        for batch in self._batches(pending):
+            params = [param for param, _, _ in batch]
+            updates = [self._average(*entry) for entry in batch]
+            directions = self._orthogonalise(params, updates, batch[0][2]["ns_steps"])
+            for (param, _, group), direction in zip(batch, directions, strict=True):
+                self._apply(param, direction, group)
+
+    def _batches(self, pending: Sequence[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
+        """Parts of ``pending`` that are averaged, orthogonalised and applied together: their
+        updates are alive at a time."""
+        by_steps: dict[int, list[PendingUpdate]] = {}
+        for entry in pending:
+            by_steps.setdefault(entry[2]["ns_steps"], []).append(entry)
+        for entries in by_steps.values():
+            for indices in batches([param for param, _, _ in entries]):
+                yield [entries[index] for index in indices]
 
     def _average(
         self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
@@ -132,12 +216,43 @@ class Muon(MatrixOptimizerBase):
 
     def _apply(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         lr = group["lr"]
-        scale = lr_scale(group["adjust_lr"], self.logical_shape(param))
+        scale = lr_scale(group["adjust_lr"], self._matrix_shape(param))
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(direction, alpha=-lr * scale)
 
-    def _orthogonalise(self, param: torch.Tensor, update: torch.Tensor, steps: int) -> torch.Tensor:
-        """This rank's part of the orthogonalised ``update``, of its shape."""
-        if update.numel() == 0:
-            return update
-        return newton_schulz(update, steps=steps, compute_dtype=self._ns_dtype)
+    def _matrix_shape(self, param: torch.Tensor) -> tuple[int, ...]:
+        """The logical shape of what is orthogonalised: a block of a split weight."""
+        shape = self.logical_shape(param)
+        split = self._split.get(param)
+        return shape if split is None else split.block_shape(shape)
+
+    def _orthogonalise(
+        self, params: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], steps: int
+    ) -> list[torch.Tensor]:
+        """Each orthogonalised update, of the shape of the update.
+
+        Here an update is the whole matrix or of numel 0. Subclasses whose updates are parts
+        override this, and call it with the whole ones.
+        """
+        blocks = [self._blocks(*pair) for pair in zip(params, updates, strict=True)]
+        found = iter(
+            newton_schulz_each(
+                [block for blocks_of_one in blocks for block in blocks_of_one],
+                steps=steps,
+                compute_dtype=self._ns_dtype,
+                coefficients=self._coefficients,
+            )
+        )
+        results = []
+        for param, blocks_of_one in zip(params, blocks, strict=True):
+            parts = [next(found) for _ in blocks_of_one]
+            results.append(
+                parts[0] if len(parts) == 1 else torch.cat(parts, self._split[param].dim)
+            )
+        return results
+
+    def _blocks(self, param: torch.Tensor, update: torch.Tensor) -> Sequence[torch.Tensor]:
+        split = self._split.get(param)
+        if split is None or update.numel() == 0:
+            return [update]
+        return update.chunk(split.parts, split.dim)

@@ -7,14 +7,14 @@ matrix and overlaps with nothing. This is what owner shards are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torchtitan_matrixfsdp.optim.base import PendingUpdate
 from torchtitan_matrixfsdp.optim.muon import Muon
-from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 from torchtitan_matrixfsdp.runtime import wrap_like
 
 
@@ -36,13 +36,28 @@ class GatherMuon(Muon):
         shapes = {local: tuple(whole.shape) for local, whole in of_local.items()}
         super().__init__(params, logical_shapes=shapes, **options)
 
-    def _orthogonalise(self, param: torch.Tensor, update: torch.Tensor, steps: int) -> torch.Tensor:
+    def _update(self, pending: Sequence[PendingUpdate]) -> None:
+        # One matrix after another: each is gathered whole, and a single one is alive at a time.
+        for entry in pending:
+            super()._update([entry])
+
+    def _orthogonalise(
+        self, params: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], steps: int
+    ) -> list[torch.Tensor]:
+        return [
+            self._orthogonalise_one(param, update, steps)
+            for param, update in zip(params, updates, strict=True)
+        ]
+
+    def _orthogonalise_one(
+        self, param: torch.Tensor, update: torch.Tensor, steps: int
+    ) -> torch.Tensor:
         whole_param = self._of_local[param]
         if not isinstance(whole_param, DTensor):
-            return super()._orthogonalise(param, update, steps)
+            return super()._orthogonalise([param], [update], steps)[0]
         rows = wrap_like(update, whole_param)
         assert isinstance(rows, DTensor)
-        whole = newton_schulz(rows.full_tensor(), steps=steps, compute_dtype=self._ns_dtype)
+        (whole,) = super()._orthogonalise([param], [rows.full_tensor()], steps)
         # src_data_rank=None: every rank has the whole result and slices its own rows.
         mine = distribute_tensor(
             whole, whole_param.device_mesh, whole_param.placements, src_data_rank=None

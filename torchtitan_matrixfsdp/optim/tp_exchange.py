@@ -34,7 +34,6 @@ from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.layout import muon_flops
 from torchtitan_matrixfsdp.optim.base import PendingUpdate
 from torchtitan_matrixfsdp.optim.muon import Muon
-from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 from torchtitan_matrixfsdp.runtime import OwnerDTensor
 
 TP_STEP = "tp_step"
@@ -241,8 +240,8 @@ class TensorParallelMuon(Muon):
             return
 
         def orthogonalise(index: int, whole: torch.Tensor) -> torch.Tensor:
-            steps = cut[index][2]["ns_steps"]
-            return newton_schulz(whole, steps=steps, compute_dtype=self._ns_dtype)
+            param, _, group = cut[index]
+            return self._orthogonalise([param], [whole], group["ns_steps"])[0]
 
         updates = {index: self._average(*entry) for index, entry in cut.items()}
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)
