@@ -83,6 +83,9 @@ def library_class(name: str) -> type[Optimizer]:
 _SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
 OURS: dict[str, Subject] = {
     "Muon": Subject(Muon, {**_SETTINGS, "ns_dtype": torch.float64}),
+    "Muon, polar express": Subject(
+        Muon, {**_SETTINGS, "ns_dtype": torch.float64, "coefficients": "polar_express"}
+    ),
     "Shampoo": Subject(Shampoo, {**_SETTINGS, "precondition_frequency": 3}),
     "Shampoo, blocked, no graft": Subject(
         Shampoo,

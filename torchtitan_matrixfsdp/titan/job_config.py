@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES
 from torchtitan_matrixfsdp.layout import PLANNERS
-from torchtitan_matrixfsdp.optim import ADJUST_LR, GRAFTING
+from torchtitan_matrixfsdp.optim import ADJUST_LR, COEFFICIENTS, GRAFTING
 from torchtitan_matrixfsdp.titan.checks import (
     ConfigError,
     check_choice,
@@ -193,12 +193,22 @@ class MatrixOptimizer:
     ns_steps: int = 5
     """Newton-Schulz iterations, 1 to 20."""
 
+    ns_coefficients: str = "quintic"
+    """Coefficients of the iteration: "quintic" (Jordan's) or "polar_express" (one set per step)."""
+
     ns_dtype: str = "bfloat16"
     """Dtype of Newton-Schulz: "bfloat16", "float32", or "float64" (for exactness tests)."""
 
     adjust_lr: str = "match_rms_adamw"
     """Learning-rate factor by shape (out, in): "original" is sqrt(max(1, out/in)),
     "match_rms_adamw" is 0.2 * sqrt(max(out, in))."""
+
+    split: dict[str, str] = field(default_factory=dict)
+    """
+    Table ``[matrix_optimizer.split]``: weights that Muon orthogonalises block by block. A key is a
+    regular expression searched in canonical parameter names, its value "heads" (one block per
+    attention head of wq, wk, wv, wo), "rows:N" or "columns:N".
+    """
 
     shampoo: ShampooOptions = field(default_factory=ShampooOptions)
     """Table ``[matrix_optimizer.shampoo]``, for name = "Shampoo"."""
@@ -215,6 +225,7 @@ class MatrixOptimizer:
     def __post_init__(self) -> None:
         check_field_types(self, "matrix_optimizer")
         check_choice("matrix_optimizer.name", self.name, MATRIX_OPTIMIZERS)
+        check_choice("matrix_optimizer.ns_coefficients", self.ns_coefficients, sorted(COEFFICIENTS))
         check_choice("matrix_optimizer.ns_dtype", self.ns_dtype, NS_DTYPES)
         check_choice("matrix_optimizer.adjust_lr", self.adjust_lr, ADJUST_LR)
         check_range("matrix_optimizer.lr", self.lr, low=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchtitan_matrixfsdp.optim import (
     LocalStepOptimizer,
     Muon,
     Shampoo,
+    Split,
     TensorParallelMuon,
     create_adam_state,
     tensor_parallel_cut,
@@ -40,10 +42,12 @@ def build_matrix_optimizer(
     setup: OwnerSetup,
     elementwise: OptimizerConfig,
     partition: PartitionedReplicas,
+    splits: Mapping[torch.Tensor, Split] = MappingProxyType({}),
 ) -> LocalStepOptimizer:
     """The optimizer of the routed matrices, stepping on local tensors.
 
-    ``setup.counter`` counts what its step sends, which is nothing without tensor parallelism.
+    ``setup.counter`` counts what its step sends: with owner shards nothing, except under tensor
+    parallelism. ``splits`` are the parameters that Muon cuts into blocks.
     """
     config = setup.matrix_optimizer
 
@@ -65,7 +69,7 @@ def build_matrix_optimizer(
         if config.name == "SOAP":
             own = asdict(config.soap)
             return SOAP(groups, **common, **own)
-        return _muon(groups, of_local, setup)
+        return _muon(groups, of_local, setup, splits)
 
     if config.name == "AdamW" and not config.class_path:
         factory = _adamw_factory(config.lr, config.weight_decay, elementwise)
@@ -73,8 +77,14 @@ def build_matrix_optimizer(
     return LocalStepOptimizer(params, make, partition.step_view)
 
 
-def _muon(groups: list[dict[str, Any]], of_local: Locals, setup: OwnerSetup) -> Muon:
+def _muon(
+    groups: list[dict[str, Any]],
+    of_local: Locals,
+    setup: OwnerSetup,
+    splits: Mapping[torch.Tensor, Split],
+) -> Muon:
     options = _muon_options(setup.matrix_optimizer)
+    options["split"] = {local: splits[p] for local, p in of_local.items() if p in splits}
     is_row_sharded = any(
         isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
     )
@@ -94,6 +104,7 @@ def _muon_options(config: MatrixOptimizer) -> dict[str, Any]:
         "nesterov": config.nesterov,
         "ns_steps": config.ns_steps,
         "ns_dtype": _DTYPES[config.ns_dtype],
+        "coefficients": config.ns_coefficients,
         "adjust_lr": config.adjust_lr,
     }
 

@@ -20,6 +20,7 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import OwnerPlan, Routing
+from torchtitan_matrixfsdp.optim import Split
 from torchtitan_matrixfsdp.runtime import whole_tensor_random
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 
@@ -34,6 +35,7 @@ class OwnerSetup:
         counter: what this rank's transports have sent.
         matrix_optimizer: the options of the matrix optimizer.
         steppers: the replica that steps each matrix, by FQN; empty where all of them do.
+        splits: the matrices of the whole model that Muon cuts into blocks, by FQN.
     """
 
     routing: Routing
@@ -41,6 +43,7 @@ class OwnerSetup:
     counter: TrafficCounter
     matrix_optimizer: MatrixOptimizer
     steppers: Mapping[str, int] = field(default_factory=dict)
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

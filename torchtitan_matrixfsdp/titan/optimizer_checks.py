@@ -7,6 +7,8 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan_matrixfsdp.titan.checks import ConfigError
 from torchtitan_matrixfsdp.titan.custom_class import class_options, import_class
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer, OwnerFSDP
+from torchtitan_matrixfsdp.titan.split import KEY as SPLIT_KEY
+from torchtitan_matrixfsdp.titan.split import check_split_table
 
 # Those that are not given whole matrices: Muon because the step itself exchanges what it needs,
 # AdamW because it is elementwise.
@@ -27,11 +29,15 @@ def shard_degree(config: TitanJobConfig, world_size: int) -> int:
 def check_matrix_optimizer(
     config: TitanJobConfig, owner_fsdp: OwnerFSDP, options: MatrixOptimizer, world_size: int
 ) -> None:
-    """Check ``matrix_optimizer.class``, and that the layout gives the optimizer what it needs.
+    """Check ``matrix_optimizer.class`` and ``split``, and that the layout gives the optimizer what
+    it needs.
 
     Raises:
         ConfigError: with key, value, legal range and remedy.
     """
+    check_split_table(options.split)
+    if options.split:
+        _check_split(config, options)
     if options.class_path:
         cls = import_class(options.class_path)
         class_options(cls, options.kwargs, options.lr, options.weight_decay)
@@ -49,4 +55,18 @@ def check_matrix_optimizer(
             f"{received} with parallelism.tensor_parallel_degree = "
             f"{config.parallelism.tensor_parallel_degree}, whose ranks hold fragments of each "
             f"matrix; legal there: {list(_ON_PARTS)}. Set the degree to 1."
+        )
+
+
+def _check_split(config: TitanJobConfig, options: MatrixOptimizer) -> None:
+    if options.title != "Muon":
+        raise ConfigError(
+            f"{SPLIT_KEY}: received {options.split!r} with {options.title!r}; legal: only with "
+            'matrix_optimizer.name = "Muon"; remove the table.'
+        )
+    degree = config.parallelism.tensor_parallel_degree
+    if degree > 1:
+        raise ConfigError(
+            f"{SPLIT_KEY}: received {options.split!r} with parallelism.tensor_parallel_degree = "
+            f"{degree}; legal: no table with tensor parallelism; remove it, or set the degree to 1."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_matrixfsdp.layout import canonical_fqn
+from torchtitan_matrixfsdp.optim import Split
 from torchtitan_matrixfsdp.runtime import PartitionedReplicas
 from torchtitan_matrixfsdp.titan.local_optimizers import (
     build_elementwise_optimizer,
@@ -50,7 +52,9 @@ class MatrixOptimizersContainer(OptimizersContainer):
             self._partitions.append(partition)
             self._of_part.append(
                 [
-                    build_matrix_optimizer(matrices, setup, optimizer_config, partition),
+                    build_matrix_optimizer(
+                        matrices, setup, optimizer_config, partition, splits_of(part, setup)
+                    ),
                     build_elementwise_optimizer(others, optimizer_config),
                 ]
             )
@@ -142,6 +146,12 @@ def split_parameters(
             is_matrix = setup.routing.is_matrix(canonical_fqn(name))
             (matrices if is_matrix else others).append(param)
     return matrices, others
+
+
+def splits_of(part: nn.Module, setup: OwnerSetup) -> dict[torch.Tensor, Split]:
+    """The parameters of ``part`` that Muon cuts into blocks."""
+    named = ((canonical_fqn(name), param) for name, param in part.named_parameters())
+    return {param: setup.splits[fqn] for fqn, param in named if fqn in setup.splits}
 
 
 def partition_replicas(part: nn.Module, setup: OwnerSetup) -> PartitionedReplicas:

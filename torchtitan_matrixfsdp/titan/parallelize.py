@@ -60,10 +60,12 @@ from torchtitan_matrixfsdp.layout import (
     make_plan,
     route,
 )
+from torchtitan_matrixfsdp.optim import Split
 from torchtitan_matrixfsdp.runtime import OwnerContext, count_unused_parameters, owner_shard
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.report import describe_transports
+from torchtitan_matrixfsdp.titan.split import resolve_splits
 from torchtitan_matrixfsdp.titan.stages import compiles_blocks
 from torchtitan_matrixfsdp.titan.tensor_parallel import apply_tensor_parallel, check_model_cut
 from torchtitan_matrixfsdp.titan.validation import (
@@ -88,21 +90,23 @@ def parallelize_owner_model(
     validate_job_config(job_config, parallel_dims.world_size)
     check_model_cut(job_config, _ours(model).model_args)
     routing = route_model(model, matrix_optimizer_of(job_config))
-    parallelize_parts([model], routing, parallel_dims, job_config)
+    splits = split_model(model, routing, matrix_optimizer_of(job_config))
+    parallelize_parts([model], routing, splits, parallel_dims, job_config)
     return model
 
 
 def parallelize_parts(
     parts: Sequence[nn.Module],
     routing: Routing,
+    splits: Mapping[str, Split],
     parallel_dims: ParallelDims,
     job_config: TitanJobConfig,
 ) -> None:
     """Parallelise, in place, the parts of a model that this rank holds.
 
-    One plan covers all parts, so that load is carried from one to the next. ``routing`` is that of
-    the whole model: a part alone cannot tell a pattern that takes nothing anywhere from one whose
-    weights lie in other parts.
+    One plan covers all parts, so that load is carried from one to the next. ``routing`` and
+    ``splits`` are those of the whole model: a part alone cannot tell a pattern that takes nothing
+    anywhere from one whose weights lie in other parts.
 
     Raises:
         PlanDisagreementError: as for :func:`agree`.
@@ -132,7 +136,9 @@ def parallelize_parts(
         # Sums gradients once the loss function has undone DDP's mean; see titan.loss.
         for model in models:
             apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), compiles_blocks(job_config))
-    setup = OwnerSetup(routing, plan, context.counter, matrix_optimizer_of(job_config), steppers)
+    setup = OwnerSetup(
+        routing, plan, context.counter, matrix_optimizer_of(job_config), steppers, splits
+    )
     for model in models:
         model.owner_setup = setup
     _log_setup(setup, job_config, parallel_dims)
@@ -211,6 +217,24 @@ def route_model(model: nn.Module, options: MatrixOptimizer) -> Routing:
     """
     block_of = {p.fqn: block.name for block in describe_blocks(model) for p in block.params}
     return route(describe_params(model), block_of, options.include, options.exclude)
+
+
+def split_model(model: nn.Module, routing: Routing, options: MatrixOptimizer) -> dict[str, Split]:
+    """The matrices of a TorchTitan model that Muon cuts into blocks.
+
+    Raises:
+        ConfigError: a rule of ``matrix_optimizer.split`` takes nothing, or does not fit.
+    """
+    if not options.split:
+        return {}
+    args = _ours(model).model_args
+    shapes = {param.fqn: param.shape for param in describe_params(model)}
+    return resolve_splits(
+        options.split,
+        {fqn: (shapes[fqn][0], shapes[fqn][1]) for fqn in routing.matrices},
+        args.n_heads,
+        args.n_kv_heads or args.n_heads,
+    )
 
 
 def describe_params(model: nn.Module) -> list[ParamMeta]:
@@ -335,6 +359,11 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         f"{by_pattern}), {len(routing.elementwise)} elementwise tensors on "
         f"{job_config.optimizer.name}, {len(routing.frozen)} frozen"
     )
+    if setup.splits:
+        logger.info(
+            f"Split: {len(setup.splits)} matrices are orthogonalised in "
+            f"{sum(split.parts for split in setup.splits.values())} blocks"
+        )
     if plan is None:
         logger.info(_describe_unplanned(parallel_dims))
         return

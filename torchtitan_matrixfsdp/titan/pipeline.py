@@ -25,7 +25,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, WholeModel
-from torchtitan_matrixfsdp.titan.parallelize import parallelize_parts, route_model
+from torchtitan_matrixfsdp.titan.parallelize import parallelize_parts, route_model, split_model
 from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of, validate_job_config
 
 
@@ -50,10 +50,11 @@ def pipeline_owner_model(
     """
     validate_job_config(job_config, parallel_dims.world_size)
     routing = route_model(model, matrix_optimizer_of(job_config))
+    splits = split_model(model, routing, matrix_optimizer_of(job_config))
     schedule, parts, has_first, has_last = pipeline_llm(
         model, parallel_dims, job_config, device, model_args, _leave_alone, loss_fn
     )
-    parallelize_parts(parts, routing, parallel_dims, job_config)
+    parallelize_parts(parts, routing, splits, parallel_dims, job_config)
     # The first pipeline rank has the seed that all ranks have without a pipeline.
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, group=parallel_dims.get_mesh("pp").get_group(), group_src=0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from torchtitan_matrixfsdp.comm import TRANSPORTS
 from torchtitan_matrixfsdp.layout import PLANNERS
@@ -17,11 +19,20 @@ from torchtitan_matrixfsdp.titan.job_config import (
     JobConfig,
     MatrixOptimizer,
     OwnerFSDP,
+    ShampooOptions,
+    SoapOptions,
 )
 
 UNIT = "a finite number >= 0 and < 1"
 NOT_NEGATIVE = "a finite number >= 0"
 NS_STEPS = "a finite number >= 1 and <= 20"
+
+TABLES = {
+    OwnerFSDP: "owner_fsdp",
+    MatrixOptimizer: "matrix_optimizer",
+    ShampooOptions: "matrix_optimizer.shampoo",
+    SoapOptions: "matrix_optimizer.soap",
+}
 
 WRONG: list[tuple[type[Any], str, Any, str]] = [
     (OwnerFSDP, "mode", "zero2", "one of ['zero3', 'stock']"),
@@ -34,7 +45,7 @@ WRONG: list[tuple[type[Any], str, Any, str]] = [
     (OwnerFSDP, "replicas", "sharded", "one of ['redundant', 'partitioned']"),
     (OwnerFSDP, "tensor_parallel", "ignore", "one of ['refuse', 'gather']"),
     (OwnerFSDP, "tensor_parallel", False, "a value of type str"),
-    (MatrixOptimizer, "name", "muon", "one of ['Muon', 'AdamW']"),
+    (MatrixOptimizer, "name", "muon", "one of ['Muon', 'Shampoo', 'SOAP', 'AdamW']"),
     (MatrixOptimizer, "lr", "3e-4", "a value of type float"),
     (MatrixOptimizer, "lr", None, "a value of type float"),
     (MatrixOptimizer, "lr", True, "a number"),
@@ -58,6 +69,28 @@ WRONG: list[tuple[type[Any], str, Any, str]] = [
     (MatrixOptimizer, "ns_steps", 21, NS_STEPS),
     (MatrixOptimizer, "ns_dtype", "bf16", "one of ['bfloat16', 'float32', 'float64']"),
     (MatrixOptimizer, "adjust_lr", "spectral", "one of ['original', 'match_rms_adamw']"),
+    (MatrixOptimizer, "ns_coefficients", "cubic", "one of ['polar_express', 'quintic']"),
+    (MatrixOptimizer, "split", {"wq": 4}, "a value of type dict[str, str]"),
+    (MatrixOptimizer, "class_path", 3, "a value of type str"),
+    (ShampooOptions, "beta1", 1.0, UNIT),
+    (ShampooOptions, "beta2", 1.1, "a finite number >= 0 and <= 1"),
+    (ShampooOptions, "nesterov", 0, "a value of type bool"),
+    (ShampooOptions, "grafting", "adam", "one of ['adamw', 'sgd', 'none']"),
+    (ShampooOptions, "eps", 0.0, "a finite number > 0"),
+    (ShampooOptions, "exponent", 0, "a finite number > 0"),
+    (ShampooOptions, "root_epsilon", -1e-6, "a finite number > 0"),
+    (ShampooOptions, "root_dtype", "bfloat16", "one of ['float32', 'float64']"),
+    (ShampooOptions, "precondition_frequency", 0, "a finite number >= 1"),
+    (ShampooOptions, "precondition_frequency", 2.5, "a value of type int"),
+    (ShampooOptions, "stagger", "yes", "a value of type bool"),
+    (ShampooOptions, "max_preconditioner_dim", 0, "a finite number >= 1"),
+    (SoapOptions, "beta1", -0.1, UNIT),
+    (SoapOptions, "beta2", 1.0, UNIT),
+    (SoapOptions, "shampoo_beta", math.nan, UNIT),
+    (SoapOptions, "eps", 0.0, "a finite number > 0"),
+    (SoapOptions, "precondition_frequency", 0, "a finite number >= 1"),
+    (SoapOptions, "stagger", 1, "a value of type bool"),
+    (SoapOptions, "max_precond_dim", -1, "a finite number >= 0"),
     (MatrixOptimizer, "include", "layers", "a value of type list[str]"),
     (MatrixOptimizer, "include", ["layers", 3], "a value of type list[str]"),
     (MatrixOptimizer, "exclude", "wq", "a value of type list[str]"),
@@ -71,10 +104,10 @@ WRONG: list[tuple[type[Any], str, Any, str]] = [
     ids=[f"{name}={value!r}" for _, name, value, _ in WRONG],
 )
 def test_a_wrong_value_is_named(section: type[Any], name: str, value: Any, legal: str) -> None:
-    table = {OwnerFSDP: "owner_fsdp", MatrixOptimizer: "matrix_optimizer"}[section]
+    key = f"{TABLES[section]}.{'class' if name == 'class_path' else name}"
     with pytest.raises(ConfigError) as raised:
         section(**{name: value})
-    expected = f"{table}.{name}: received {value!r} ({type(value).__name__}); legal: {legal}; "
+    expected = f"{key}: received {value!r} ({type(value).__name__}); legal: {legal}; "
     assert str(raised.value).startswith(expected)
     assert str(raised.value) != expected, "and what to do about it"
 
@@ -95,6 +128,9 @@ RIGHT: list[tuple[type[Any], str, Any]] = [
     (MatrixOptimizer, "nesterov", False),
     (MatrixOptimizer, "ns_steps", 1),
     (MatrixOptimizer, "ns_steps", 20),
+    (MatrixOptimizer, "split", {"wq": "heads"}),
+    (ShampooOptions, "beta2", 1.0),
+    (SoapOptions, "max_precond_dim", 0),
     (MatrixOptimizer, "include", []),
     (MatrixOptimizer, "exclude", ["wq", "wk"]),
 ]
@@ -116,3 +152,48 @@ def test_defaults_are_legal_and_not_shared() -> None:
     one.matrix_optimizer.include.append("wk")
     assert other.matrix_optimizer.exclude == []
     assert other.matrix_optimizer.include == [r"layers\..*\.weight$"]
+
+
+def test_kwargs_belong_to_a_class() -> None:
+    with pytest.raises(
+        ConfigError, match=r"matrix_optimizer.kwargs: received .*matrix_optimizer.class"
+    ):
+        MatrixOptimizer(kwargs={"ns_steps": 3})
+    kept = MatrixOptimizer(class_path="torch.optim:Muon", kwargs={"ns_steps": 3})
+    assert (kept.title, kept.kwargs) == ("torch.optim:Muon", {"ns_steps": 3})
+
+
+TOML = """
+[job]
+custom_config_module = "torchtitan_matrixfsdp.titan.job_config"
+[matrix_optimizer]
+class = "torch.optim:Muon"
+lr = 0.1
+[matrix_optimizer.kwargs]
+ns_steps = 3
+ns_coefficients = [3.0, -4.0, 2.0]
+[matrix_optimizer.split]
+"wq$" = "heads"
+[matrix_optimizer.soap]
+precondition_frequency = 7
+"""
+
+
+def test_a_toml_file_has_the_key_class(tmp_path: Any) -> None:
+    """A keyword of Python, hence no name of a field; TorchTitan's own reader, and its command
+    line."""
+    path = tmp_path / "job.toml"
+    path.write_text(TOML)
+
+    def read(*overrides: str) -> MatrixOptimizer:
+        arguments = ["--job.config_file", str(path), *overrides]
+        return vars(ConfigManager().parse_args(arguments))["matrix_optimizer"]
+
+    read_back = read()
+    assert read_back.class_path == "torch.optim:Muon"
+    assert read_back.kwargs == {"ns_steps": 3, "ns_coefficients": [3.0, -4.0, 2.0]}
+    assert (read_back.split, read_back.soap.precondition_frequency) == ({"wq$": "heads"}, 7)
+    assert asdict(read_back)["class"] == "torch.optim:Muon"
+    assert "class_path" not in asdict(read_back)
+    overridden = read("--matrix_optimizer.class", "a:B", "--matrix_optimizer.soap.beta1", "0.5")
+    assert (overridden.class_path, overridden.soap.beta1, overridden.lr) == ("a:B", 0.5, 0.1)
