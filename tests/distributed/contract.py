@@ -45,12 +45,14 @@ class Subject:
         options: its keyword arguments.
         is_foreign: whether it runs inside of ``ForeignOptimizer`` on owners.
         decays_alone: a step with a zero gradient from the beginning multiplies by 1 - lr * decay.
+        dtype: the widest that it knows.
     """
 
     plain: Callable[..., Optimizer]
     options: Mapping[str, Any]
     is_foreign: bool = False
     decays_alone: bool = True
+    dtype: torch.dtype = torch.float64
 
     def make_plain(self, params: Any) -> Optimizer:
         return self.plain(params, **self.options)
@@ -59,8 +61,8 @@ class Subject:
         """What runs on owners."""
         shapes = {local: tuple(param.shape) for local, param in of_local.items()}
         if self.is_foreign:
-            cls = self.plain() if not isinstance(self.plain, type) else self.plain
-            return ForeignOptimizer(groups, cls, self.options, shapes)
+            assert isinstance(self.plain, type)
+            return ForeignOptimizer(groups, self.plain, self.options, shapes)
         if self.plain is torch.optim.AdamW:
             optimizer = torch.optim.AdamW(groups, **self.options)
             create_adam_state(optimizer)
@@ -112,7 +114,13 @@ def subjects() -> dict[str, Subject]:
         "heavyball:SOAP": _SETTINGS,
     }
     return OURS | {
-        name: Subject(library_class(name), options, is_foreign=True, decays_alone=False)
+        name: Subject(
+            library_class(name),
+            options,
+            is_foreign=True,
+            decays_alone=False,
+            dtype=torch.float32 if name.startswith("heavyball") else torch.float64,
+        )
         for name, options in foreign.items()
     }
 
@@ -145,35 +153,37 @@ class Bags(nn.Module):
         return torch.stack(losses).sum()
 
 
-def draw(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A matrix of each shape; every other one is a transposed view, hence not contiguous."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for index, shape in enumerate(shapes):
-        stored = shape if index % 2 == 0 else shape[::-1]
-        value = torch.randn(stored, generator=generator, dtype=torch.float64).to(dtype)
-        found.append(value if index % 2 == 0 else value.T)
-    return found
-
-
 @dataclass
 class Job:
     """A sharded bag with its optimizer.
 
     Attributes:
+        dtype: of the weights; None is the subject's widest.
         zero_from: the step from which gradients are zero.
+        zero: weights whose gradients always are.
         groups: cuts parameters into groups with options of their own, by index.
     """
 
     subject: Subject
     shapes: Sequence[tuple[int, ...]] = SHAPES
-    dtype: torch.dtype = torch.float64
+    dtype: torch.dtype | None = None
     zero_from: int = 1 << 30
     zero: Sequence[int] = ()
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    def draw(self, seed: int) -> list[torch.Tensor]:
+        """A matrix of each shape; every other one is a transposed view, hence not contiguous."""
+        generator = torch.Generator().manual_seed(seed)
+        found = []
+        for index, shape in enumerate(self.shapes):
+            stored = shape if index % 2 == 0 else shape[::-1]
+            value = torch.randn(stored, generator=generator, dtype=torch.float64)
+            value = value.to(self.dtype or self.subject.dtype)
+            found.append(value if index % 2 == 0 else value.T)
+        return found
+
     def gradients(self, step: int) -> list[torch.Tensor]:
-        found = draw(self.shapes, 100 + step, self.dtype)
+        found = self.draw(100 + step)
         is_zero = [step >= self.zero_from or i in self.zero for i in range(len(found))]
         return [g * 0 if z else g for g, z in zip(found, is_zero, strict=True)]
 
@@ -190,7 +200,7 @@ class Job:
 
     def train_plain(self, steps: int = STEPS) -> list[torch.Tensor]:
         """The oracle: the plain class on whole matrices."""
-        params = [w.clone().requires_grad_() for w in draw(self.shapes, 0, self.dtype)]
+        params = [w.clone().requires_grad_() for w in self.draw(0)]
         optimizer = self.subject.make_plain(self.grouped(params))
         for step in range(steps):
             for param, grad in zip(params, self.gradients(step), strict=True):
@@ -199,7 +209,7 @@ class Job:
         return [param.detach() for param in params]
 
     def shard(self, mesh: DeviceMesh) -> tuple[Bags, LocalStepOptimizer]:
-        model = Bags(draw(self.shapes, 0, self.dtype))
+        model = Bags(self.draw(0))
         blocks = [
             BlockMeta(
                 f"layers.{i}",

@@ -160,7 +160,7 @@ class ForeignOptimizer(MatrixOptimizerBase):
             if param.numel() > 0:
                 self._collect(param)
         if self._has_extras:
-            extras = copy.deepcopy(_extras(self.foreign))
+            extras = _extras(self.foreign)
             for group in self.param_groups:
                 group[EXTRAS] = extras
 
@@ -253,7 +253,7 @@ def trial_resume(
             for name, value in values_of(first.instance, first.param, template)
         }
         second = _Trial(optimizer_class, options, {}, first.param.detach().clone())
-        _load_extras(second.instance, copy.deepcopy(_extras(first.instance)))
+        _load_extras(second.instance, _extras(first.instance))
         restore(second.instance, second.param, template, values)
         for trial in (first, second):
             torch.manual_seed(_SEED + 1)
@@ -309,14 +309,16 @@ def _make(
 
 
 def _extras(instance: Optimizer) -> dict[str, Any]:
+    """A copy of what a class adds to its ``state_dict()``: it may go on changing its own."""
     saved = instance.state_dict()
-    return {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return copy.deepcopy({k: v for k, v in saved.items() if k not in ("state", "param_groups")})
 
 
 def _load_extras(instance: Optimizer, extras: Mapping[str, Any]) -> None:
     if extras:
         # Its own way in; state follows afterwards, which this way would cast.
-        instance.load_state_dict({**instance.state_dict(), "state": {}, **extras})
+        own = copy.deepcopy(dict(extras))
+        instance.load_state_dict({**instance.state_dict(), "state": {}, **own})
 
 
 def _placeholder(groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
