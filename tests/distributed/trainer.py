@@ -179,7 +179,9 @@ def add_pointwise_model() -> None:
     register_train_spec("pointwise", spec)
 
 
-def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) -> Any:
+def build_trainer(
+    overrides: list[str], corpus: CorpusPaths, dump_folder: Path, config_file: Path = CONFIG
+) -> Any:
     """A real trainer for the debug configuration with command-line overrides."""
     use_cpu_device()
     from torchtitan.config import ConfigManager
@@ -189,7 +191,7 @@ def build_trainer(overrides: list[str], corpus: CorpusPaths, dump_folder: Path) 
     config = ConfigManager().parse_args(
         [
             "--job.config_file",
-            str(CONFIG),
+            str(config_file),
             f"--job.dump_folder={dump_folder}",
             f"--training.dataset_path={corpus.corpus}",
             f"--model.hf_assets_path={corpus.tokenizer}",
@@ -227,11 +229,15 @@ def all_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def run_job(
-    overrides: list[str], corpus: CorpusPaths, dump_folder: Path, keep_weights: bool = False
+    overrides: list[str],
+    corpus: CorpusPaths,
+    dump_folder: Path,
+    keep_weights: bool = False,
+    config_file: Path = CONFIG,
 ) -> Record:
     """Train one job to its end; digests of this rank's weights before and after, and if
     ``keep_weights`` the weights themselves."""
-    trainer = build_trainer(overrides, corpus, dump_folder)
+    trainer = build_trainer(overrides, corpus, dump_folder, config_file)
     record = record_metrics(trainer)
     weights = all_weights(trainer)
     record.initial = {n: digest(w) for n, w in weights.items()}
