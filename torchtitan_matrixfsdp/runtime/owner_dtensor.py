@@ -114,10 +114,18 @@ class OwnerDTensor(DispatchingDTensor):
     """
 
     _arriving: dist.Work | None = None
+    _arrivals = 0
 
     def arrives_with(self, work: dist.Work) -> None:
         """Say that ``work`` is writing the local tensor; whoever reads it here waits first."""
         self._arriving = work
+        self._arrivals += 1
+
+    @property
+    def writes(self) -> int:
+        """Grows with every write to the local tensor that torch's version counter has seen on this
+        rank, or that another rank has sent. Fused optimizers and collectives move no counter."""
+        return local_of(self)._version + self._arrivals
 
     def wait_arrival(self) -> None:
         """Order the current stream (on CPU, the host) behind the write under way, if any."""
