@@ -32,8 +32,7 @@ from tests.distributed.toy import (
 )
 from tests.harness import run_ranks
 from torchtitan_matrixfsdp.comm import Traffic
-from torchtitan_matrixfsdp.runtime import OwnerDTensor
-from torchtitan_matrixfsdp.runtime.resident import STEP_GATHER
+from torchtitan_matrixfsdp.runtime import STEP_GATHER, OwnerDTensor
 
 STEPS = 8
 LAYERS = 2

@@ -42,9 +42,13 @@ from tests.distributed.toy import (
 from tests.harness import run_ranks
 from torchtitan_matrixfsdp.comm import Traffic
 from torchtitan_matrixfsdp.optim import LocalStepOptimizer, create_adam_state
-from torchtitan_matrixfsdp.runtime import BufferStateError, OwnerDTensor, reset_iter_state
+from torchtitan_matrixfsdp.runtime import (
+    STEP_GATHER,
+    BufferStateError,
+    OwnerDTensor,
+    reset_iter_state,
+)
 from torchtitan_matrixfsdp.runtime.buffers import BufferState
-from torchtitan_matrixfsdp.runtime.resident import STEP_GATHER
 
 TOLERANCE = 1e-12  # a few float64 steps; 1e-15 is seen
 
