@@ -137,7 +137,7 @@ def route_toy(model: nn.Module, include: list[str] | None = None) -> Routing:
 
 @dataclass
 class Run:
-    """One way to train the toy."""
+    """One way to train the toy: ``mode`` is "zero3", "zero1" (resident blocks) or "stock"."""
 
     mode: str = "zero3"
     planner: str = "cost_aware"
@@ -197,7 +197,7 @@ def shard_toy(
     if not isinstance(factory, TransportFactory):
         factory = TransportFactory(factory)
     plan = None
-    if run.mode == "zero3":
+    if run.mode != "stock":
         _, blocks = metas_of(model)
         plan = make_plan(run.planner, blocks, set(routing.matrices), mesh.size(mesh.ndim - 1))
         agree_on_plan(plan)
@@ -211,6 +211,7 @@ def shard_toy(
                 transport=factory,
                 context=context,
                 reshard_after_forward=run.reshard,
+                resident=run.mode == "zero1",
                 **options,
             )
     fully_shard(model, **options)
@@ -282,6 +283,7 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int, start: 
             optimizer.step()
         if sharded.partition is not None:
             sharded.partition.publish()
+        sharded.context.publish()  # of resident blocks
         if run.evaluate:
             # After the step, like TorchTitan's validation: FSDP2 leaves the root gathered after a
             # forward without backward, and the next forward uses what was gathered.

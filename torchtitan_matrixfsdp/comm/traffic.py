@@ -6,6 +6,8 @@ process group; tests assert that the two agree to the byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -30,10 +32,21 @@ class TrafficCounter:
     """Running totals of one process, by operation name (``"gather"``, ``"reduce"``)."""
 
     totals: dict[str, Traffic] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def record(self, operation: str, traffic: Traffic) -> None:
         """Add one operation's sends to its running total."""
-        self.totals[operation] = self.total(operation) + traffic
+        name = self._names.get(operation, operation)
+        self.totals[name] = self.total(name) + traffic
+
+    @contextmanager
+    def counted_as(self, operation: str, name: str) -> Iterator[None]:
+        """Count what is recorded under ``operation`` in this context under ``name`` instead."""
+        self._names[operation] = name
+        try:
+            yield
+        finally:
+            del self._names[operation]
 
     def total(self, operation: str) -> Traffic:
         """The running total of ``operation``; zero if it never ran."""

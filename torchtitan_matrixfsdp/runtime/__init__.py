@@ -18,9 +18,11 @@ from torchtitan_matrixfsdp.runtime.owner_dtensor import (
 )
 from torchtitan_matrixfsdp.runtime.owner_placement import Owner, owner_local_shape
 from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
+from torchtitan_matrixfsdp.runtime.resident import STEP_GATHER
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
 
 __all__ = [
+    "STEP_GATHER",
     "BufferStateError",
     "Owner",
     "OwnerContext",

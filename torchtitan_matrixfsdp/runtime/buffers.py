@@ -9,10 +9,17 @@ views that autograd saved in forward are valid again after the gather in backwar
     UNSHARDED  whole; the block's modules read it
     RETIRED    resharded, but kernels queued earlier may still read it: pinned, until the streams
                that could reuse the memory have waited for the event recorded at the reshard
+    RESIDENT   resharded, and kept with what it holds: only in a resident block
 
     RELEASED -> GATHERING -> UNSHARDED -> RETIRED -> RELEASED
                 GATHERING -> RELEASED   a gather that nobody used, or that a fault interrupted
                 RETIRED -> GATHERING    revived: gathered again before its memory was given back
+
+and of a resident block, which is never RETIRED and, once gathered, never RELEASED:
+
+    RELEASED -> GATHERING -> UNSHARDED -> RESIDENT -> UNSHARDED   nothing moves: it is fresh
+                GATHERING -> RESIDENT   a gather that nobody used, or that a fault interrupted
+                RESIDENT -> GATHERING   it is not fresh ([Note: resident weights] in ``resident``)
 
 Stock FSDP2 keeps two copies while it unshards (the all-gather output and the parameters), because
 it allocates the first in the copy-in stream and frees it behind an event, and the second in the
@@ -36,14 +43,17 @@ cases.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.runtime.fsdp_compat import dynamo_disable, local_of
@@ -60,6 +70,7 @@ class BufferState(Enum):
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
     RETIRED = "retired"
+    RESIDENT = "resident"
 
 
 class BlockBuffer:
@@ -68,13 +79,18 @@ class BlockBuffer:
     Attributes:
         name: the block.
         numel: elements when materialised.
+        is_resident: whether it keeps its storage while its parameters are sharded.
         state: see [Note: block buffers].
+        is_fresh: a resident buffer holds the owners' weights, or will once the gather under way
+            has ended. The same on every rank.
     """
 
-    def __init__(self, name: str, numel: int) -> None:
+    def __init__(self, name: str, numel: int, is_resident: bool = False) -> None:
         self.name = name
         self.numel = numel
+        self.is_resident = is_resident
         self.state = BufferState.RELEASED
+        self.is_fresh = False
         self._flat: torch.Tensor | None = None
 
     @property
@@ -92,9 +108,12 @@ class BlockBuffer:
         """Allocate the storage in the current stream, for a gather to write.
 
         Raises:
-            BufferStateError: the buffer is being gathered or in use.
+            BufferStateError: the buffer is being gathered or in use, or needs no gather.
         """
-        self._leave(BufferState.RELEASED, BufferState.RETIRED, to=BufferState.GATHERING)
+        if self.is_fresh:
+            raise BufferStateError(f"block {self.name}: its buffer is gathered while it is fresh")
+        legal = (BufferState.RELEASED, BufferState.RETIRED, BufferState.RESIDENT)
+        self._leave(*legal, to=BufferState.GATHERING)
         if self._flat is None:
             # A tensor made in inference mode could never be saved for backward later.
             with torch.inference_mode(False):
@@ -107,6 +126,36 @@ class BlockBuffer:
     def finish_gather(self) -> None:
         """The compute stream has waited for the gather: modules may read."""
         self._leave(BufferState.GATHERING, to=BufferState.UNSHARDED)
+
+    def occupy(self) -> None:
+        """Modules read what a resident buffer holds; no gather was needed.
+
+        Raises:
+            BufferStateError: it is not at rest, or what it holds is not the owners' weights.
+        """
+        if not self.is_fresh:
+            raise BufferStateError(f"block {self.name}: its buffer is used while it is stale")
+        self._leave(BufferState.RESIDENT, to=BufferState.UNSHARDED)
+
+    def rest(self) -> None:
+        """The parameters of a resident block are sharded again, or nobody came for a gather."""
+        self._leave(BufferState.UNSHARDED, BufferState.GATHERING, to=BufferState.RESIDENT)
+
+    def validate(self) -> None:
+        """A gather of a resident block is started: what it brings counts until the weights change.
+
+        Raises:
+            BufferStateError: none is.
+        """
+        if self.state is not BufferState.GATHERING:
+            raise BufferStateError(
+                f"block {self.name}: its buffer is {self.state.value}, not filled"
+            )
+        self.is_fresh = True
+
+    def invalidate(self) -> None:
+        """The owners' weights change, or may have; the next use must gather. On every rank."""
+        self.is_fresh = False
 
     def retire(self) -> None:
         """The parameters are sharded again; queued kernels may still read."""
@@ -123,10 +172,15 @@ class BlockBuffer:
             self._flat.untyped_storage().resize_(0)
 
     def _leave(self, *legal: BufferState, to: BufferState) -> None:
-        if self.state not in legal:
+        never = {BufferState.RESIDENT}
+        if self.is_resident:
+            never = {BufferState.RETIRED, BufferState.RELEASED}
+        if to in never or self.state not in legal:
+            kind = "a resident" if self.is_resident else "an ordinary"
             raise BufferStateError(
                 f"block {self.name}: its buffer is {self.state.value} and cannot become "
                 f"{to.value}; legal before: {', '.join(state.value for state in legal)}"
+                f"{f'; never in {kind} block' if to in never else ''}"
             )
         self.state = to
 
@@ -221,6 +275,23 @@ def check_gradient(param: torch.Tensor, where: str = "") -> None:
         )
 
 
+class ResidentBlock(Protocol):
+    """A block that keeps its gathered parameters; see [Note: resident weights] in ``resident``."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether an optimizer may step one of its parameters."""
+
+    def holds_any_of(self, tensors: Collection[torch.Tensor]) -> bool:
+        """Whether one of its parameters is among ``tensors``."""
+
+    def publish(self) -> None:
+        """Gather what the optimizer has stepped."""
+
+    def invalidate(self) -> None:
+        """Gather before the next use."""
+
+
 @dataclass
 class OwnerContext:
     """What the blocks of one model share on this rank. Make one per model.
@@ -240,6 +311,7 @@ class OwnerContext:
     )
     _roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _connected: list[dist.ProcessGroup] = field(default_factory=list)
+    _residents: list[ResidentBlock] = field(default_factory=list)
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """One collective on ``group`` before its first transfer, once per group.
@@ -250,6 +322,52 @@ class OwnerContext:
         if all(known is not group for known in self._connected):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._connected.append(group)
+
+    def add_resident(self, block: ResidentBlock) -> None:
+        """Let :meth:`publish` and :meth:`invalidate` reach ``block``; in the order of forward."""
+        if not self._residents:
+            self._hear_of_steps()
+        self._residents.append(block)
+
+    def _hear_of_steps(self) -> None:
+        """Have the step of every torch optimizer that lists a parameter of a resident block
+        invalidate all trainable ones: ranks may list what they own alone, and gather alike.
+
+        Before a step and not after it: an optimizer made of several, whose step includes
+        :meth:`publish`, ends later."""
+        alive = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if (context := alive()) is not None:
+                stepped = {p for group in optimizer.param_groups for p in group["params"]}
+                context._invalidate_trainable(stepped)
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, handle.remove).atexit = False
+
+    def publish(self) -> None:
+        """Gather into the resident blocks, if there are any, what the owners have stepped.
+
+        Every rank calls it right after the optimizers' step (and after
+        :meth:`PartitionedReplicas.publish`), once for all optimizers. One gather for each block
+        that has trainable parameters, counted as ``"step_gather"``. If the call is missing, the
+        next forward gathers.
+        """
+        for block in self._residents:
+            if block.is_trainable:
+                block.publish()
+
+    def _invalidate_trainable(self, stepped: Collection[torch.Tensor]) -> None:
+        if any(block.holds_any_of(stepped) for block in self._residents):
+            for block in self._residents:
+                if block.is_trainable:
+                    block.invalidate()
+
+    def invalidate(self) -> None:
+        """Gather the resident blocks before their next use: call it, on every rank, after weights
+        were written by other means than an optimizer's step or ``load_state_dict``."""
+        for block in self._residents:
+            block.invalidate()
 
     def defer(
         self, buffer: BlockBuffer, event: torch.Event, wait: Callable[[torch.Event], None]

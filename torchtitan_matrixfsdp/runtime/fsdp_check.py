@@ -137,8 +137,8 @@ def _attributes(version: tuple[int, int]) -> list[tuple[type, str]]:
         (
             FSDPParamGroup,
             "fsdp_params _all_gather_comm _reduce_scatter_comm _training_state reduce_grads "
-            "_all_gather_result _partial_reduce_output _post_forward_indices"
-            + (" reduce_scatter_unused_params" if version >= (2, 13) else ""),
+            "_all_gather_result _partial_reduce_output _post_forward_indices unshard_async_op "
+            "unshard_in_backward" + (" reduce_scatter_unused_params" if version >= (2, 13) else ""),
         ),
         (
             _fsdp_state.FSDPState,
@@ -167,7 +167,8 @@ def _methods(version: tuple[int, int]) -> list[tuple[type, str]]:
         ),
         (
             FSDPParamGroup,
-            "set_allocate_memory_from_process_group _to_sharded"
+            "set_allocate_memory_from_process_group _to_sharded _to_unsharded use_training_state "
+            "_wait_all_gather_streams_on_event"
             + ("" if version >= (2, 13) else " _wait_for_post_backward"),
         ),
         (

@@ -43,6 +43,7 @@ later weights would differ. Cost: one transient full-size tensor per call, at st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ _SAME_LAYOUT = frozenset(
         _aten.lift_fresh.default,
     }
 )
+_ALIASES = frozenset({_aten.detach.default, _aten.alias.default})
 # Staging an asynchronous checkpoint makes an empty copy of the same global shape.
 _NEW_LIKE = frozenset({_aten.new_empty.default, _aten.new_zeros.default})
 _NORMS = frozenset({_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar})
@@ -107,6 +109,11 @@ _FOREACH = frozenset(
 _RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
 
 
+@dataclass(eq=False)
+class _Count:
+    writes: int = 0
+
+
 class OwnerDTensor(DispatchingDTensor):
     """A DTensor that lives on one rank of some mesh dimensions and is empty on the others.
 
@@ -114,10 +121,24 @@ class OwnerDTensor(DispatchingDTensor):
     """
 
     _arriving: dist.Work | None = None
+    _written: _Count | None = None  # shared by all that alias one local tensor
 
     def arrives_with(self, work: dist.Work) -> None:
         """Say that ``work`` is writing the local tensor; whoever reads it here waits first."""
         self._arriving = work
+        self._shared_count().writes += 1
+
+    @property
+    def writes(self) -> int:
+        """Grows with every write by an operator on this tensor, an alias (``detach``, ``data``) or
+        its local tensor, and with what another rank sends; not with a write to the local tensor
+        that moves no version counter: of a fused optimizer, a collective, ``to_local().data``."""
+        # Operators on this class run below the layer of torch that moves version counters.
+        return local_of(self)._version + self._shared_count().writes
+
+    def _shared_count(self) -> _Count:
+        self._written = self._written or _Count()
+        return self._written
 
     def wait_arrival(self) -> None:
         """Order the current stream (on CPU, the host) behind the write under way, if any."""
@@ -179,6 +200,10 @@ class OwnerDTensor(DispatchingDTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for written in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if isinstance(written, OwnerDTensor):
+                    written._shared_count().writes += 1
         if func in _RANDOM_INPLACE:
             draw_whole(func, args, kwargs)
             return args[0]
@@ -384,6 +409,10 @@ def _elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     out = func(*tree_map(_to_local, args), **tree_map(_to_local, kwargs))
     if func._schema.is_mutable:
         return args[0]
+    if func in _ALIASES:
+        alias = like.like(out)
+        alias._written = like._shared_count()
+        return alias
     return tree_map(lambda o: like.like(o) if isinstance(o, torch.Tensor) else o, out)
 
 

@@ -72,7 +72,12 @@ class OwnerComm(AllGather, ReduceScatter):
     """
 
     def __init__(
-        self, block: BlockPlan, transport: TransportFactory, rank: int, context: OwnerContext
+        self,
+        block: BlockPlan,
+        transport: TransportFactory,
+        rank: int,
+        context: OwnerContext,
+        is_resident: bool = False,
     ) -> None:
         self.block = block
         self.rank = rank
@@ -80,7 +85,7 @@ class OwnerComm(AllGather, ReduceScatter):
         name = transport.choose(block)  # once: both directions go the same way
         self.gather_transport = transport(name, block, rank, context.counter)
         self.reduce_transport = transport(name, block.trainable(), rank, context.counter)
-        self.buffer = BlockBuffer(block.name, self.gather_transport.layout.numel)
+        self.buffer = BlockBuffer(block.name, self.gather_transport.layout.numel, is_resident)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -389,6 +394,10 @@ class OwnerParamGroup(FSDPParamGroup):
             if self._all_gather_result is None:
                 self._abandon_gather()  # what reset_iter_state has waited for and dropped
             return
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """The parameters are sharded again: the memory goes once its readers are done."""
         self._comm.buffer.retire()
         # A gather in the compute stream waits for this block anyway.
         is_overlapped = self._defer_release and not self.unshard_async_op

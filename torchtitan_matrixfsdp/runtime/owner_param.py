@@ -212,3 +212,4 @@ class OwnerParam(FSDPParam):
             set_local(current, offloaded)
         self._sharded_param_data = offloaded.view(-1)
         self._sharding_spec = spec_of(current)
+        self._buffer.invalidate()  # on every rank, as this is called

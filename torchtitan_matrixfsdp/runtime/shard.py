@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -25,10 +26,12 @@ from torchtitan_matrixfsdp.runtime.fsdp_compat import (
     local_of,
     mesh_device,
     mesh_infos,
+    param_groups_of,
     register_foreach_type,
 )
 from torchtitan_matrixfsdp.runtime.owner_dtensor import OwnerDTensor
 from torchtitan_matrixfsdp.runtime.owner_group import OwnerComm, OwnerParamGroup
+from torchtitan_matrixfsdp.runtime.resident import ResidentParamGroup
 
 
 def owner_shard(
@@ -41,6 +44,7 @@ def owner_shard(
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    resident: bool = False,
 ) -> nn.Module:
     """Shard every parameter of ``module`` as ``block`` says, inside FSDP2's lifecycle.
 
@@ -58,7 +62,10 @@ def owner_shard(
         reshard_after_forward: as in FSDP2; an integer (a smaller mesh) is refused.
         mp_policy: FSDP2 mixed precision; float16 is refused (no loss scaling here).
         offload_policy: FSDP2's; with ``CPUOffloadPolicy`` owner shards, gradients and hence
-            optimizer state live in host memory.
+            optimizer state live in host memory. Refused with ``resident``.
+        resident: keep the block gathered: forward and backward move no parameter, and the owners'
+            steps are gathered by :meth:`OwnerContext.publish`, which must follow every optimizer
+            step. ``reshard_after_forward`` then has no effect.
 
     Parameters that tensor parallelism has made DTensors are owned in fragments: the owner's
     column of tp ranks stores them, each rank its own.
@@ -66,8 +73,14 @@ def owner_shard(
     Raises:
         NotImplementedError: an integer reshard, float16, or parameters that are DTensors in
             another way than sharded or replicated on a one-dimensional mesh.
-        ValueError: plan and module or mesh do not fit; the message names the parameter.
+        ValueError: plan and module or mesh do not fit (the message names the parameter), or
+            ``resident`` with a CPU offload policy.
     """
+    if resident and isinstance(offload_policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"block {block.name}: resident parameters stay on the compute device, and received "
+            "CPUOffloadPolicy; expected OffloadPolicy or None. Disable CPU offload, or residence."
+        )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError(
             f"block {block.name}: reshard_after_forward={reshard_after_forward!r} (resharding to "
@@ -89,6 +102,9 @@ def owner_shard(
     block, params = _in_fragments(block, _match_parameters(module, block))
     _require_one_gather_dtype(block, params, mp_policy)
     register_foreach_type(OwnerDTensor)
+    if resident:
+        # A reshard only changes which parameters the module shows; the memory stays.
+        reshard_after_forward = True
     auto_reshard = True if reshard_after_forward is None else reshard_after_forward
     fully_shard(
         module,
@@ -100,11 +116,12 @@ def owner_shard(
     )
     mesh_info, post_forward_mesh_info = mesh_infos(mesh, auto_reshard)
     context.connect(mesh_info.shard_process_group, mesh_device(mesh))
-    group = OwnerParamGroup(
+    group_type = ResidentParamGroup if resident else OwnerParamGroup
+    group = group_type(
         list(params),
         (module,),
         params.__getitem__,
-        OwnerComm(block, transport, mesh_info.shard_mesh_rank, context),
+        OwnerComm(block, transport, mesh_info.shard_mesh_rank, context, resident),
         mesh_info=mesh_info,
         post_forward_mesh_info=post_forward_mesh_info,
         device=mesh_device(mesh),
@@ -130,6 +147,10 @@ def reset_iter_state(model: nn.Module) -> None:
         raise TypeError(f"reset_iter_state: {type(model).__name__} is not an FSDP2 module")
     fsdp_older.reset_iter_state(model)
     drop_unsharded_gradients(model)
+    for module in model.modules():
+        for group in param_groups_of(module) if isinstance(module, FSDPModule) else ():
+            if isinstance(group, ResidentParamGroup):
+                group.invalidate()  # ranks may have come to different ends of the iteration
 
 
 def _match_parameters(module: nn.Module, block: BlockPlan) -> Mapping[nn.Parameter, MatrixShard]:

@@ -16,12 +16,14 @@ from torchtitan_matrixfsdp.runtime.buffers import BlockBuffer, BufferState, Grad
 CPU = torch.device("cpu")
 RELEASED, GATHERING = BufferState.RELEASED, BufferState.GATHERING
 UNSHARDED, RETIRED = BufferState.UNSHARDED, BufferState.RETIRED
+RESIDENT = BufferState.RESIDENT
 
 STEPS: dict[str, Callable[[BlockBuffer], Any]] = {
     "start_gather": lambda buffer: buffer.start_gather(torch.float32, CPU),
     "finish_gather": BlockBuffer.finish_gather,
     "retire": BlockBuffer.retire,
     "release": BlockBuffer.release,
+    "rest": BlockBuffer.rest,
 }
 # How to get into each state, and where each step leads from there; what is missing is illegal.
 PATHS = {
@@ -38,21 +40,38 @@ LEGAL = {
     (RETIRED, "start_gather"): GATHERING,
     (RETIRED, "release"): RELEASED,
 }
+# Of a resident block, while its weights change in every step.
+RESIDENT_PATHS = {
+    RELEASED: [],
+    GATHERING: ["start_gather"],
+    UNSHARDED: ["start_gather", "finish_gather"],
+    RESIDENT: ["start_gather", "finish_gather", "rest"],
+}
+RESIDENT_LEGAL = {
+    (RELEASED, "start_gather"): GATHERING,
+    (GATHERING, "finish_gather"): UNSHARDED,
+    (GATHERING, "rest"): RESIDENT,
+    (UNSHARDED, "rest"): RESIDENT,
+    (RESIDENT, "start_gather"): GATHERING,
+}
 
 
-def buffer_in(state: BufferState, numel: int = 6) -> BlockBuffer:
-    buffer = BlockBuffer("layers.3", numel)
-    for step in PATHS[state]:
+def buffer_in(state: BufferState, numel: int = 6, is_resident: bool = False) -> BlockBuffer:
+    buffer = BlockBuffer("layers.3", numel, is_resident)
+    for step in (RESIDENT_PATHS if is_resident else PATHS)[state]:
         STEPS[step](buffer)
     assert buffer.state is state
     return buffer
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("state", PATHS)
-def test_every_transition(state: BufferState, step: str) -> None:
-    buffer = buffer_in(state)
-    after = LEGAL.get((state, step))
+@pytest.mark.parametrize(
+    ("is_resident", "state"),
+    [*((False, state) for state in PATHS), *((True, state) for state in RESIDENT_PATHS)],
+)
+def test_every_transition(is_resident: bool, state: BufferState, step: str) -> None:
+    buffer = buffer_in(state, is_resident=is_resident)
+    after = (RESIDENT_LEGAL if is_resident else LEGAL).get((state, step))
     if after is not None:
         STEPS[step](buffer)
         assert buffer.state is after
@@ -65,6 +84,27 @@ def test_every_transition(state: BufferState, step: str) -> None:
     assert buffer.state is state, "a refused step changes nothing"
     if buffer._flat is not None:
         assert buffer._flat.untyped_storage().nbytes() == nbytes
+
+
+def test_a_resident_buffer_is_used_without_a_gather_only_while_it_is_fresh() -> None:
+    buffer = buffer_in(RESIDENT, is_resident=True)
+    with pytest.raises(BufferStateError, match=r"layers\.3: its buffer is used while it is stale"):
+        buffer.occupy()
+    with pytest.raises(BufferStateError, match=r"layers\.3: its buffer is resident, not filled"):
+        buffer.validate()
+    buffer.start_gather(torch.float32, CPU).fill_(2.0)
+    buffer.validate()
+    buffer.finish_gather()
+    buffer.rest()
+    with pytest.raises(BufferStateError, match=r"layers\.3: its buffer is gathered while it is"):
+        buffer.start_gather(torch.float32, CPU)
+    buffer.occupy()
+    assert buffer.state is UNSHARDED
+    assert buffer.flat.tolist() == [2.0] * 6, "what the last gather brought"
+    buffer.invalidate()
+    buffer.rest()
+    with pytest.raises(BufferStateError, match="stale"):
+        buffer.occupy()
 
 
 def test_views_live_as_long_as_the_buffer() -> None:
