@@ -100,8 +100,8 @@ def add_bf16_ddp_models() -> None:
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_matrixfsdp.titan
-    from torchtitan_matrixfsdp.comm import TrafficCounter
     from torchtitan_matrixfsdp.layout import route
+    from torchtitan_matrixfsdp.runtime import OwnerContext
     from torchtitan_matrixfsdp.titan.model import OwnerSetup
     from torchtitan_matrixfsdp.titan.parallelize import describe_blocks, describe_params
     from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of
@@ -120,7 +120,7 @@ def add_bf16_ddp_models() -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.owner_setup = OwnerSetup(routing, None, TrafficCounter(), options)
+        model.owner_setup = OwnerSetup(routing, None, OwnerContext(), options)
         return model
 
     def rotated_data(shift: int, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES
 from torchtitan_matrixfsdp.layout import PLANNERS
-from torchtitan_matrixfsdp.optim import ADJUST_LR, COEFFICIENTS, GRAFTING
+from torchtitan_matrixfsdp.optim import ADJUST_LR, COEFFICIENTS, GRAFTING, STOCK_STEPS
 from torchtitan_matrixfsdp.titan.checks import (
     ConfigError,
     check_choice,
@@ -23,7 +23,7 @@ from torchtitan_matrixfsdp.titan.checks import (
 )
 from torchtitan_matrixfsdp.titan.keyword_field import rename_field
 
-MODES = ("zero3", "stock")
+MODES = ("zero3", "zero1", "stock")
 MATRIX_OPTIMIZERS = ("Muon", "Shampoo", "SOAP", "AdamW")
 REPLICAS = ("redundant", "partitioned")
 TENSOR_PARALLEL = ("refuse", "gather")
@@ -38,8 +38,16 @@ class OwnerFSDP:
     mode: str = "zero3"
     """
     "zero3": each matrix whole on one owner rank (MatrixFSDP); the optimizer step does not
-    communicate. "stock": ordinary FSDP2 row shards; Muon gathers each matrix at the step.
-    No effect where nothing is sharded (shard degree 1).
+    communicate. "zero1": the same owners, but every rank keeps the blocks' gathered parameters;
+    each step sends them anew, forward and backward do not. "stock": ordinary FSDP2 row shards,
+    and the step that ``stock_step`` names. No effect where nothing is sharded (shard degree 1).
+    """
+
+    stock_step: str = "gather"
+    """
+    How Muon comes by whole matrices with mode "stock": "gather" (each matrix to every rank),
+    "gather_once" (all in one all-gather), or "all_to_all" (each to one rank, and back, as dion and
+    DistMuon do). No effect with other modes, or with AdamW.
     """
 
     planner: str = "cost_aware"
@@ -69,10 +77,16 @@ class OwnerFSDP:
     def __post_init__(self) -> None:
         check_field_types(self, "owner_fsdp")
         check_choice("owner_fsdp.mode", self.mode, MODES)
+        check_choice("owner_fsdp.stock_step", self.stock_step, STOCK_STEPS)
         check_choice("owner_fsdp.planner", self.planner, sorted(PLANNERS))
         check_choice("owner_fsdp.transport", self.transport, sorted(TRANSPORT_NAMES))
         check_choice("owner_fsdp.replicas", self.replicas, REPLICAS)
         check_choice("owner_fsdp.tensor_parallel", self.tensor_parallel, TENSOR_PARALLEL)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether blocks have owners where they are sharded."""
+        return self.mode != "stock"
 
 
 @dataclass

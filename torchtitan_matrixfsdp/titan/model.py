@@ -21,7 +21,7 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import OwnerPlan, Routing
 from torchtitan_matrixfsdp.optim import Split
-from torchtitan_matrixfsdp.runtime import whole_tensor_random
+from torchtitan_matrixfsdp.runtime import OwnerContext, whole_tensor_random
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 
 
@@ -32,18 +32,25 @@ class OwnerSetup:
     Attributes:
         routing: which parameters go to which optimizer.
         plan: who owns what; ``None`` where blocks are not owner-sharded.
-        counter: what this rank's transports have sent.
+        context: what the blocks of this rank share, with the count of what it has sent.
         matrix_optimizer: the options of the matrix optimizer.
         steppers: the replica that steps each matrix, by FQN; empty where all of them do.
         splits: the matrices of the whole model that Muon cuts into blocks, by FQN.
+        stock_step: how Muon steps row shards.
     """
 
     routing: Routing
     plan: OwnerPlan | None
-    counter: TrafficCounter
+    context: OwnerContext
     matrix_optimizer: MatrixOptimizer
     steppers: Mapping[str, int] = field(default_factory=dict)
     splits: Mapping[str, Split] = field(default_factory=dict)
+    stock_step: str = "gather"
+
+    @property
+    def counter(self) -> TrafficCounter:
+        """What this rank's transports and optimizers have sent."""
+        return self.context.counter
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_matrixfsdp.layout import canonical_fqn
 from torchtitan_matrixfsdp.optim import Split
-from torchtitan_matrixfsdp.runtime import PartitionedReplicas
+from torchtitan_matrixfsdp.runtime import OwnerContext, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.local_optimizers import (
     build_elementwise_optimizer,
     build_matrix_optimizer,
@@ -43,11 +43,14 @@ class MatrixOptimizersContainer(OptimizersContainer):
         self.model_parts = model_parts
         self._of_part: list[list[Optimizer]] = []
         self._partitions: list[PartitionedReplicas] = []
+        self._contexts: list[OwnerContext] = []
         everything: list[nn.Parameter] = []
         for part in model_parts:
             setup = _setup_of(part)
             matrices, others = split_parameters(part, setup)
             everything += matrices + others
+            if all(context is not setup.context for context in self._contexts):
+                self._contexts.append(setup.context)
             partition = partition_replicas(part, setup)
             self._partitions.append(partition)
             self._of_part.append(
@@ -62,10 +65,13 @@ class MatrixOptimizersContainer(OptimizersContainer):
         self._post_init(everything, {})
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step every optimizer, then start sending what only this replica has stepped."""
+        """Step every optimizer, then start sending what only this replica has stepped, and to
+        resident blocks what their owners have."""
         super().step(*args, **kwargs)
         for partition in self._partitions:
             partition.publish()
+        for context in self._contexts:
+            context.publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Flat state by parameter name, of both optimizers; reading it changes nothing."""

@@ -5,7 +5,8 @@ Which path a job takes, all with the same model, data and optimizers:
 | shard degree | mode  | blocks                    | Muon                           |
 |--------------|-------|---------------------------|--------------------------------|
 | > 1          | zero3 | owner shards              | on the owner, no communication |
-| > 1          | stock | FSDP2 row shards          | gathers each matrix at the step |
+| > 1          | zero1 | owner shards, kept gathered | on the owner, then blocks are gathered |
+| > 1          | stock | FSDP2 row shards          | as ``owner_fsdp.stock_step`` says |
 | 1, replicas  | any   | replicated (DDP)          | on every rank                  |
 | 1            | any   | one device                | plain                          |
 
@@ -123,7 +124,7 @@ def parallelize_parts(
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         mesh = parallel_dims.get_mesh(names)
         owner_fsdp = owner_fsdp_of(job_config)
-        if owner_fsdp.mode == "zero3":
+        if owner_fsdp.is_owned:
             here = {param.fqn for block in blocks for param in block.params}
             matrices = here.intersection(routing.matrices)
             plan = make_plan(owner_fsdp.planner, blocks, matrices, mesh.size(mesh.ndim - 1))
@@ -137,7 +138,13 @@ def parallelize_parts(
         for model in models:
             apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), compiles_blocks(job_config))
     setup = OwnerSetup(
-        routing, plan, context.counter, matrix_optimizer_of(job_config), steppers, splits
+        routing,
+        plan,
+        context,
+        matrix_optimizer_of(job_config),
+        steppers,
+        splits,
+        owner_fsdp_of(job_config).stock_step,
     )
     for model in models:
         model.owner_setup = setup
@@ -325,6 +332,7 @@ def _apply_fsdp(
                 transport=factory,
                 context=context,
                 reshard_after_forward=reshard,
+                resident=owner_fsdp_of(job_config).mode == "zero1",
             )
     # One FSDP unit for a tied weight: torch refuses to manage it in two. Like stock, the last
     # unit is kept after forward by default, since backward needs it at once.
@@ -365,7 +373,7 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
             f"{sum(split.parts for split in setup.splits.values())} blocks"
         )
     if plan is None:
-        logger.info(_describe_unplanned(parallel_dims))
+        logger.info(_describe_unplanned(parallel_dims, setup.stock_step))
         return
     if not plan.blocks:
         logger.info("Owner plan: this pipeline rank holds no transformer block")
@@ -405,9 +413,9 @@ def _log_setup(setup: OwnerSetup, job_config: TitanJobConfig, parallel_dims: Par
         )
 
 
-def _describe_unplanned(parallel_dims: ParallelDims) -> str:
+def _describe_unplanned(parallel_dims: ParallelDims, stock_step: str) -> str:
     if parallel_dims.fsdp_enabled:
-        return "owner_fsdp.mode is stock: FSDP2 row shards, Muon gathers each matrix at the step"
+        return f"owner_fsdp.mode is stock: FSDP2 row shards; Muon's step is {stock_step!r}"
     if parallel_dims.dp_replicate_enabled:
         return "Shard degree is 1: replicated parameters (DDP), every rank steps all of them"
     return "Nothing is sharded: the optimizers step on whole parameters"

@@ -40,7 +40,12 @@ def check_tensor_parallel(config: TitanJobConfig, owner_fsdp: OwnerFSDP, world_s
     degree = parallelism.tensor_parallel_degree
     if degree == 1:
         return
-    is_owned = owner_fsdp.mode == "zero3"
+    is_owned = owner_fsdp.is_owned
+    if owner_fsdp.mode == "zero1":
+        raise ConfigError(
+            f'owner_fsdp.mode: received "zero1" with {_KEY} = {degree}; legal: "zero3" or "stock" '
+            f"with tensor parallelism; change it, or set {_KEY} to 1."
+        )
     if is_owned and owner_fsdp.tensor_parallel == "refuse":
         raise ConfigError(
             f'{_KEY}: received {degree} with owner_fsdp.mode = "zero3" and '

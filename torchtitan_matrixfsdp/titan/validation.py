@@ -168,7 +168,7 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
     is_sharded = (
         parallelism.data_parallel_shard_degree != 1 or parallelism.context_parallel_degree != 1
     )
-    is_owned = owner_fsdp_of(config).mode == "zero3" and is_sharded
+    is_owned = owner_fsdp_of(config).is_owned and is_sharded
     has_accelerator = torch.accelerator.is_available()
     unsupported: list[tuple[str, Any, bool, str]] = [
         (

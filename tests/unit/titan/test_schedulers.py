@@ -12,9 +12,8 @@ import torch.nn as nn
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 
-from torchtitan_matrixfsdp.comm import TrafficCounter
 from torchtitan_matrixfsdp.layout import Routing
-from torchtitan_matrixfsdp.runtime import PartitionedReplicas
+from torchtitan_matrixfsdp.runtime import OwnerContext, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerSetup
 from torchtitan_matrixfsdp.titan.optimizers import (
@@ -33,13 +32,13 @@ def make_schedulers(
     matrix_lr: float = MATRIX_LR, elementwise_lr: float = ELEMENTWISE_LR
 ) -> MatrixLRSchedulersContainer:
     config = OptimizerConfig(lr=elementwise_lr, implementation="foreach")
-    counter = TrafficCounter()
+    context = OwnerContext()
     optimizers = [
         build_matrix_optimizer(
             [nn.Parameter(torch.ones(4, 3))],
-            OwnerSetup(Routing((), (), (), ()), None, counter, MatrixOptimizer(lr=matrix_lr)),
+            OwnerSetup(Routing((), (), (), ()), None, context, MatrixOptimizer(lr=matrix_lr)),
             config,
-            PartitionedReplicas({}, counter),
+            PartitionedReplicas({}, context.counter),
         ),
         build_elementwise_optimizer([nn.Parameter(torch.ones(3))], config),
     ]
