@@ -52,12 +52,12 @@ def test_comm_counts_what_it_predicts() -> None:
     steps = {step["system"]: step for step in document["measured_steps"]}
     assert list(steps) == [
         *(f"owner, {name}" for name in ("p2p", "broadcast", "balanced", "auto")),
-        "fsdp2, gather_each",
+        "fsdp2, gather",
     ]
     for step in steps.values():
         for phase in (step["forward"], step["backward"], step["step"]):
             assert phase["counted"] == phase["predicted"]
-    stock = steps.pop("fsdp2, gather_each")
+    stock = steps.pop("fsdp2, gather")
     dim, layers = 128, 3
     matrices = layers * (2 * dim * dim + 2 * dim * dim // 4 + 3 * dim * 7 * dim // 2)
     half = 4 * (matrices + layers * 2 * dim) // 2

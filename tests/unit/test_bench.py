@@ -65,7 +65,7 @@ def test_account_of_the_8b_model():
     elements = 32 * (2 * d * d + 2 * d * k + 3 * d * h)
     assert account.matrix_bytes == 4 * elements
     systems = {system.system: system for system in account.systems}
-    stock = systems["fsdp2, gather_each"]
+    stock = systems["fsdp2, gather"]
     norms = 32 * 2 * d
     gather = 7 * (elements + norms) // 8 * 2  # every dimension divides by 8
     assert stock.forward == Spread(gather, gather, gather)
