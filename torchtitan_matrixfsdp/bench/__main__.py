@@ -7,21 +7,25 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
-from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE
+from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE, LlamaShape
 from torchtitan_matrixfsdp.bench.comm import CommOptions
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions
+from torchtitan_matrixfsdp.bench.optimizer_step import StepOptions
+from torchtitan_matrixfsdp.bench.plot import NoPlotError, plot_step, require_matplotlib
 from torchtitan_matrixfsdp.bench.ranks import (
     RanksFailedError,
     is_under_torchrun,
     launched_world_size,
     leave,
 )
-from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
-from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
-from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text
+from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report, step_report
+from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport, StepReport
+from torchtitan_matrixfsdp.bench.step_modes import MODES, OPTIMIZERS
+from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text, step_text
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
 from torchtitan_matrixfsdp.layout import StepShape
 
@@ -34,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     options.world_size = _world_size(parser, options)
+    if options.command == "step":
+        options.modes = _modes(parser, options)
     try:
-        report = _comm(options) if options.command == "comm" else _memory(options)
+        report = _COMMANDS[options.command](options)
     except RanksFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(report), indent=1))
     elif isinstance(report, CommReport):
         print(comm_text(report))
-    else:
+    elif isinstance(report, MemoryReport):
         print(memory_text(report))
+    else:
+        print(step_text(report))
     return 0
 
 
@@ -71,6 +79,22 @@ def _memory(options: argparse.Namespace) -> MemoryReport | None:
         options.transport, options.layer_dim, options.blocks, options.tokens, options.repeats
     )
     return memory_report(options.world_size, memory)
+
+
+def _step(options: argparse.Namespace) -> StepReport | None:
+    width = options.layer_dim
+    hidden = 3 * width if options.hidden is None else options.hidden
+    shape = LlamaShape(options.layers, width, width, hidden)
+    dtype = _DTYPES[options.ns_dtype]
+    step = StepOptions(options.optimizer, options.modes, shape, options.repeats, dtype)
+    report = step_report(options.world_size, step)
+    if report is not None and options.plot is not None:
+        plot_step(report, options.plot)
+    return report
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], CommReport | MemoryReport | StepReport | None]]
+_COMMANDS = {"comm": _comm, "memory": _memory, "step": _step}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +144,22 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--tokens", type=_integer(1, 1 << 16), default=16, help="tokens per rank (default: 16)"
     )
+
+    step = commands.add_parser("step", help="the optimizer step: time, bytes and memory")
+    _add_common(step, world_size=8, repeats=10)
+    step.add_argument("--optimizer", choices=OPTIMIZERS, default="muon")
+    step.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        help="what to measure, ideal in any case (default: all that the optimizer has)",
+    )
+    step.add_argument("--layers", type=_integer(1, 64), default=8, help="blocks (default: 8)")
+    step.add_argument(
+        "--hidden", type=_integer(1, 1 << 16), help="feed-forward width (default: 3 --layer-dim)"
+    )
+    step.add_argument("--ns-dtype", choices=_DTYPES, default="bfloat16", help="of Newton-Schulz")
+    step.add_argument("--plot", metavar="PNG", type=Path, help="a bar chart, needs matplotlib")
     return parser
 
 
@@ -135,6 +175,7 @@ def _add_common(parser: argparse.ArgumentParser, world_size: int, repeats: int) 
     )
     parser.add_argument(
         "--layer-dim",
+        "--dim",
         type=_integer(WIDTH_MULTIPLE, 1 << 16, WIDTH_MULTIPLE),
         default=256,
         help="width of the blocks (default: 256)",
@@ -152,6 +193,23 @@ def _integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _modes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str, ...]:
+    legal = OPTIMIZERS[options.optimizer].modes
+    asked = options.modes or legal
+    unknown = [mode for mode in asked if mode not in legal]
+    if unknown:
+        parser.error(
+            f"argument --modes: received {unknown}; legal with --optimizer {options.optimizer}: "
+            f"{list(legal)}"
+        )
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+        except NoPlotError as error:
+            parser.error(f"argument --plot: {error}")
+    return tuple(dict.fromkeys(("ideal", *asked)))
 
 
 def _world_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from torchtitan_matrixfsdp.layout import (
     held_numels,
     worked_numels,
 )
+from torchtitan_matrixfsdp.optim.base import PendingUpdate
 from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 
 WholeFunction = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -142,11 +143,11 @@ def require_one_dtype(tensors: Iterable[torch.Tensor], who: str) -> None:
         )
 
 
-def orthogonalise_all(
-    matrices: Sequence[torch.Tensor], steps: Sequence[int], dtype: torch.dtype
+def orthogonalise_wholes(
+    entries: Sequence[PendingUpdate], wholes: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Newton-Schulz on each matrix, with as many steps as its group asks for."""
+    """Newton-Schulz on the whole matrix of each entry, with as many steps as its group asks for."""
     return [
-        newton_schulz(matrix, steps=n, compute_dtype=dtype)
-        for matrix, n in zip(matrices, steps, strict=True)
+        newton_schulz(whole, steps=group["ns_steps"], compute_dtype=dtype)
+        for (_, _, group), whole in zip(entries, wholes, strict=True)
     ]

@@ -37,12 +37,11 @@ from torchtitan_matrixfsdp.layout import (
 from torchtitan_matrixfsdp.optim.base import PendingUpdate
 from torchtitan_matrixfsdp.optim.exchange import (
     FragmentExchange,
-    orthogonalise_all,
+    orthogonalise_wholes,
     require_one_dtype,
     split_flat,
 )
 from torchtitan_matrixfsdp.optim.muon import Muon
-from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 from torchtitan_matrixfsdp.runtime import wrap_like
 
 STOCK_STEP = "stock_step"
@@ -139,8 +138,8 @@ class GatherMuon(RowShardMuon):
             whole_param = self._sharded[param]
             rows = wrap_like(self._average(param, grad, group), whole_param)
             assert isinstance(rows, DTensor)
-            steps = group["ns_steps"]
-            whole = newton_schulz(rows.full_tensor(), steps=steps, compute_dtype=self._ns_dtype)
+            entry = (param, grad, group)
+            (whole,) = orthogonalise_wholes([entry], [rows.full_tensor()], self._ns_dtype)
             ranks = row_group(whole_param)
             if ranks is not None:
                 chunk = row_chunk_numel(whole_param.shape, ranks.size())
@@ -185,8 +184,7 @@ class GatherOnceMuon(PackedMuon):
         updates = [self._average(*entry) for entry in pending]
         matrices = [self._matrices[self._index[param]] for param, _, _ in pending]
         wholes = self._gather(updates, matrices, self._group)
-        steps = [group["ns_steps"] for _, _, group in pending]
-        results = orthogonalise_all(wholes, steps, self._ns_dtype)
+        results = orthogonalise_wholes(pending, wholes, self._ns_dtype)
         rank = self._group.rank()
         for (param, _, group), matrix, result in zip(pending, matrices, results, strict=True):
             rows = result[rank * matrix.chunk : (rank + 1) * matrix.chunk]
@@ -239,8 +237,7 @@ class AllToAllMuon(PackedMuon):
         def orthogonalise(
             indices: Sequence[int], wholes: Sequence[torch.Tensor]
         ) -> Sequence[torch.Tensor]:
-            steps = [entries[index][2]["ns_steps"] for index in indices]
-            return orthogonalise_all(wholes, steps, self._ns_dtype)
+            return orthogonalise_wholes([entries[i] for i in indices], wholes, self._ns_dtype)
 
         updates = {index: self._average(*entry) for index, entry in entries.items()}
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)

@@ -24,7 +24,7 @@ from torchtitan_matrixfsdp.layout import cut_matrices
 from torchtitan_matrixfsdp.optim.base import PendingUpdate
 from torchtitan_matrixfsdp.optim.exchange import (
     FragmentExchange,
-    orthogonalise_all,
+    orthogonalise_wholes,
     require_one_dtype,
 )
 from torchtitan_matrixfsdp.optim.muon import Muon
@@ -92,8 +92,7 @@ class TensorParallelMuon(Muon):
         def orthogonalise(
             indices: Sequence[int], wholes: Sequence[torch.Tensor]
         ) -> Sequence[torch.Tensor]:
-            steps = [cut[index][2]["ns_steps"] for index in indices]
-            return orthogonalise_all(wholes, steps, self._ns_dtype)
+            return orthogonalise_wholes([cut[i] for i in indices], wholes, self._ns_dtype)
 
         updates = {index: self._average(*entry) for index, entry in cut.items()}
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)
