@@ -42,7 +42,6 @@ from torchtitan_matrixfsdp.bench.step_modes import (
 )
 from torchtitan_matrixfsdp.comm import Traffic
 
-_WARM_UPS = 2
 _MIN_SAMPLE_S = 0.1
 _MAX_STEPS = 32
 _CHECKED_STEPS = 2
@@ -83,9 +82,10 @@ def measure_optimizer_step(options: StepOptions) -> StepResults:
     difference = _check_weights(options)
     problem = Problem(options.shape, choice, options.compute)
     modes = {name: MODES[name](problem) for name in options.modes}
-    steps = {name: _steps_per_sample(mode) for name, mode in modes.items()}
-    sent = {name: _check_traffic(name, mode) for name, mode in modes.items()}
+    # What is not timed comes first, and warms up what is.
     memory = {name: _memory(mode) for name, mode in modes.items()}
+    sent = {name: _check_traffic(name, mode) for name, mode in modes.items()}
+    steps = {name: _steps_per_sample(mode) for name, mode in modes.items()}
     samples = _sample(modes, steps, options.repeats)
 
     def ratio(name: str, baseline: str) -> Ratio | None:
@@ -153,8 +153,7 @@ def _check_weights(options: StepOptions) -> float:
 
 
 def _steps_per_sample(mode: StepMode) -> int:
-    durations = [seconds(mode.step) for _ in range(_WARM_UPS)]
-    ((duration,),) = slowest([durations[-1:]])
+    ((duration,),) = slowest([[seconds(mode.step)]])
     return max(1, min(_MAX_STEPS, math.ceil(_MIN_SAMPLE_S / duration)))
 
 
