@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.harness import run_torchrun
 from tests.support import ROOT
+from torchtitan_matrixfsdp.bench.step_modes import MODES
 
 WIDTH = 64
 MODULE = "torchtitan_matrixfsdp.bench"
@@ -52,12 +53,12 @@ def test_comm_counts_what_it_predicts() -> None:
     steps = {step["system"]: step for step in document["measured_steps"]}
     assert list(steps) == [
         *(f"owner, {name}" for name in ("p2p", "broadcast", "balanced", "auto")),
-        "fsdp2, gather_each",
+        "fsdp2, gather",
     ]
     for step in steps.values():
         for phase in (step["forward"], step["backward"], step["step"]):
             assert phase["counted"] == phase["predicted"]
-    stock = steps.pop("fsdp2, gather_each")
+    stock = steps.pop("fsdp2, gather")
     dim, layers = 128, 3
     matrices = layers * (2 * dim * dim + 2 * dim * dim // 4 + 3 * dim * 7 * dim // 2)
     half = 4 * (matrices + layers * 2 * dim) // 2
@@ -67,6 +68,44 @@ def test_comm_counts_what_it_predicts() -> None:
     for step in steps.values():
         assert step["step"]["counted"] == _same(0)
         assert step["forward"]["counted"]["max"] <= 2 * half
+
+
+def test_the_step_sends_nothing_and_baselines_what_is_predicted() -> None:
+    """Every mode, whose weights the command itself compares with one device's."""
+    command = [sys.executable, "-m", MODULE, "step", "--world-size", "2", "--repeats", "2"]
+    command += ["--dim", str(WIDTH), "--hidden", "96", "--layers", "2", "--json"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert (document["command"], document["optimizer"]) == ("step", "muon")
+    results = document["results"]
+    elements = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * 96)
+    assert (results["matrices"], results["matrix_bytes"]) == (14, 4 * elements)
+    assert results["largest_difference"] <= document["tolerance"]
+    assert 1 <= results["ideal_imbalance"] <= results["owner_imbalance"] < 1.5
+    modes = {mode["mode"]: mode for mode in results["modes"]}
+    assert list(modes) == list(MODES)
+    for name, mode in modes.items():
+        assert mode["counted"] == mode["predicted"], name
+        assert mode["steady_bytes"] <= mode["peak_bytes"]
+        assert mode["steps_per_sample"] >= 1 and mode["seconds_here"] > 0
+        for ratio in ("to_ideal", "to_zero3", "to_adamw_foreach", "to_adamw_fused"):
+            assert 0 < mode[ratio]["min"] <= mode[ratio]["median"] <= mode[ratio]["max"]
+    for name in ("ideal", "zero3", "adamw_foreach", "adamw_fused"):
+        assert modes[name]["counted"] == {"bytes": _same(0), "messages": _same(0)}
+    # Every number of rows divides by two: each rank sends its half of all matrices.
+    for name, messages in (("gather", 14), ("gather_once", 1)):
+        assert modes[name]["counted"] == {
+            "bytes": _same(4 * elements // 2),
+            "messages": _same(messages),
+        }
+    # Half of each matrix there in float32, half of its result back in bfloat16.
+    dealt = modes["all_to_all"]["counted"]["bytes"]
+    assert dealt["min"] + dealt["max"] == (4 + 2) * elements // 2
+    # Weights that stay gathered cost their memory and one more gather.
+    assert modes["zero1"]["counted"]["bytes"]["min"] > 0
+    assert modes["zero1"]["steady_bytes"] > modes["zero3"]["steady_bytes"]
+    assert modes["gather_once"]["peak_bytes"] > modes["gather"]["peak_bytes"]
 
 
 def _phases(system: dict[str, Any]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from tests.distributed.toy import (
     train_oracle,
 )
 from tests.harness import run_ranks
+from torchtitan_matrixfsdp.optim import STOCK_STEPS
 
 STEPS = 20
 LAYERS = 2
@@ -39,7 +40,7 @@ RUNS = {
     "deferred all-reduce": Run(accumulation=3, deferred_all_reduce=True),
     "evaluate between steps": Run(evaluate=True),
     "layers run twice": Run(repeat=2),
-    "stock": Run(mode="stock"),
+    **{f"stock {step}": Run(mode="stock", stock_step=step) for step in STOCK_STEPS},
 }
 
 

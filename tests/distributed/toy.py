@@ -34,7 +34,7 @@ from torchtitan_matrixfsdp.layout import (
     make_plan,
     route,
 )
-from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
+from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon, create_adam_state, stock_muon
 from torchtitan_matrixfsdp.runtime import (
     OwnerContext,
     OwnerDTensor,
@@ -140,6 +140,7 @@ class Run:
     """One way to train the toy: ``mode`` is "zero3", "zero1" (resident blocks) or "stock"."""
 
     mode: str = "zero3"
+    stock_step: str = "gather"
     planner: str = "cost_aware"
     transport: str | TransportFactory = "auto"
     defer_release: bool | None = None
@@ -250,7 +251,7 @@ def make_optimizers(
     def muon(groups, of_local):
         options = {**MUON, "ns_dtype": run.ns_dtype}
         if run.mode == "stock":
-            return GatherMuon(groups, of_local, **options)
+            return stock_muon(run.stock_step, groups, of_local, TrafficCounter(), **options)
         return Muon(groups, **options)
 
     def adamw(groups, of_local):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -28,10 +29,17 @@ from torchtitan_matrixfsdp.bench.blocks import (
 )
 from torchtitan_matrixfsdp.bench.memory import LiveStorages
 from torchtitan_matrixfsdp.bench.newton_schulz import Products
+from torchtitan_matrixfsdp.bench.plot import plot_step
 from torchtitan_matrixfsdp.bench.ranks import RanksFailedError, on_ranks
 from torchtitan_matrixfsdp.bench.results import Ratio, Spread
 from torchtitan_matrixfsdp.bench.sent import SentBytes
-from torchtitan_matrixfsdp.bench.tables import comm_text, memory_text, newton_schulz_text
+from torchtitan_matrixfsdp.bench.step_modes import MODES, OPTIMIZERS
+from torchtitan_matrixfsdp.bench.tables import (
+    comm_text,
+    memory_text,
+    newton_schulz_text,
+    step_text,
+)
 from torchtitan_matrixfsdp.layout import (
     BASELINE_STEPS,
     TRANSPORT_MODELS,
@@ -47,7 +55,7 @@ assert torchtitan_matrixfsdp.titan  # registers the models
 def test_account_only_prints_one_document(capsys):
     assert main(["comm", "--account-only", "--account-world-sizes", "2", "64", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     assert document["command"] == "comm"
     assert document["setting"] is None
     assert document["layouts"] == document["measured_steps"] == []
@@ -74,7 +82,7 @@ def test_account_of_the_8b_model():
     elements = 32 * (2 * d * d + 2 * d * k + 3 * d * h)
     assert account.matrix_bytes == 4 * elements
     systems = {system.system: system for system in account.systems}
-    stock = systems["fsdp2, gather_each"]
+    stock = systems["fsdp2, gather"]
     norms = 32 * 2 * d
     gather = 7 * (elements + norms) // 8 * 2  # every dimension divides by 8
     assert stock.forward == Spread(gather, gather, gather)
@@ -140,6 +148,13 @@ def test_layouts_of_a_block(world_size):
         (["newton-schulz", "--shapes", "8x0x4"], "received '8x0x4'; legal: as"),
         (["newton-schulz", "--threads", "0"], "--threads: received '0'; legal: 1 to 1024"),
         (["newton-schulz", "--coefficients", "cubic"], "invalid choice: 'cubic'"),
+        (["step", "--dim", "100"], "received '100'; legal: 64 to 65536, a multiple of 64"),
+        (["step", "--modes", "pigeon"], "invalid choice: 'pigeon' (choose from"),
+        (["step", "--optimizer", "pigeon"], "invalid choice: 'pigeon' (choose from"),
+        (
+            ["step", "--optimizer", "adamw", "--modes", "zero3", "gather"],
+            "--modes: received ['gather']; legal with --optimizer adamw: ['ideal', 'zero3',",
+        ),
         ([], "the following arguments are required: command"),
     ],
 )
@@ -193,7 +208,7 @@ def test_tables_say_what_the_report_holds():
     )
     step = results.MeasuredStep("owner, p2p", phase, phase, phase)
     account = account_model("debugmodel", 2, StepShape())
-    text = comm_text(results.CommReport(1, "comm", setting, (layout,), (step,), (account,)))
+    text = comm_text(results.CommReport(2, "comm", setting, (layout,), (step,), (account,)))
     assert "torch 2.13, gloo on cpu, 2 ranks, float32, width 64, 3 repetitions" in text
     assert "| p2p (auto) | gather    | 1.00 / 2.00 / 3.00" in text
     assert "0.50 (0.25 to 1.50)" in text
@@ -207,7 +222,7 @@ def test_tables_say_what_the_report_holds():
         500_000,
     )
     ours = dataclasses.replace(stock, system="owner", gather=results.MemoryPhase(None, 1_000_000))
-    text = memory_text(results.MemoryReport(1, "memory", setting, 2_000_000, 2, 16, (stock, ours)))
+    text = memory_text(results.MemoryReport(2, "memory", setting, 2_000_000, 2, 16, (stock, ours)))
     assert re.search(r"\| owner +\| 1.00 +\| 1.00 \(0.50\) \| 4.00 \(1.00\)", text)
 
 
@@ -218,7 +233,7 @@ def test_newton_schulz_prints_one_document(capsys):
     assert main([*arguments, "--coefficients", "polar_express"]) == 0
     assert torch.get_num_threads() == threads
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == 1 and document["command"] == "newton-schulz"
+    assert document["schema"] == results.SCHEMA and document["command"] == "newton-schulz"
     setting = document["setting"]
     assert (setting["threads"], setting["steps"], setting["repeats"]) == (1, 6, 2)
     found = document["results"]
@@ -256,6 +271,59 @@ def test_newton_schulz_as_a_table():
     assert "torch 2.13 on cpu, 1 thread(s): 5 steps of quintic, 7 repetitions" in text
     assert "| float32 | 8 of 768 x 256 | 12.3 | 1.00 (0.50 to 2.00) |" in text
     assert "| 1.2e-06 | 0.500 to 1.250" in text
+
+
+def _step_report() -> results.StepReport:
+    setting = results.Setting("2.13", "gloo", "cpu", 2, "float32", 64, 3)
+    nothing = results.Sent(Spread(0, 0, 0), Spread(0, 0, 0))
+    ideal = results.ModeResult(
+        mode="ideal",
+        steps_per_sample=4,
+        seconds_here=0.5,
+        to_ideal=Ratio(1.0, 1.0, 1.0),
+        to_zero3=None,
+        to_adamw_foreach=Ratio(2.0, 1.5, 2.5),
+        to_adamw_fused=None,
+        predicted=nothing,
+        counted=nothing,
+        steady_bytes=3_000_000,
+        peak_bytes=4_500_000,
+    )
+    sent = results.Sent(Spread(10, 20, 2000), Spread(7, 7, 7))
+    gather = dataclasses.replace(
+        ideal, mode="gather", to_ideal=Ratio(17.5, 16.0, 19.0), predicted=sent, counted=sent
+    )
+    measured = results.StepResults(setting, 7, 1_000_000, 1e-6, 1.0, 1.25, (ideal, gather))
+    return results.StepReport(2, "step", "muon", 1, 192, "bfloat16", 2e-5, measured)
+
+
+def test_the_step_as_a_table():
+    text = step_text(_step_report())
+    assert "The step of muon (bfloat16) on 7 matrices, 1.00 MB" in text
+    assert "ideal 1.000, owners 1.250" in text
+    ideal = r"\| ideal +\| 1.00 \(1.00 to 1.00\) +\| +\| 2.00 \(1.50 to 2.50\) +\| +\| 0 "
+    assert re.search(ideal, text)
+    assert re.search(r"\| gather +\| 17.50 \(16.00 to 19.00\).*\| 10 / 20 / 2,000 \| 7 ", text)
+    assert "3.00 / 4.50" in text
+
+
+def test_the_step_as_a_picture(tmp_path):
+    path = tmp_path / "step.png"
+    plot_step(_step_report(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # makes the import fail
+    with pytest.raises(SystemExit):
+        main(["step", "--plot", "step.png"])
+    assert "matplotlib is not installed: pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_has_the_modes_that_are_compared(optimizer):
+    modes = OPTIMIZERS[optimizer].modes
+    assert {"ideal", "zero3", "zero1"} <= set(modes) <= set(MODES)
 
 
 def test_live_storages_follows_resizing_and_counts_each_storage_once():

@@ -7,10 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE
+from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE, LlamaShape
 from torchtitan_matrixfsdp.bench.comm import CommOptions
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions
 from torchtitan_matrixfsdp.bench.newton_schulz import (
@@ -18,6 +20,8 @@ from torchtitan_matrixfsdp.bench.newton_schulz import (
     NewtonSchulzOptions,
     newton_schulz_report,
 )
+from torchtitan_matrixfsdp.bench.optimizer_step import StepOptions
+from torchtitan_matrixfsdp.bench.plot import NoPlotError, plot_step, require_matplotlib
 from torchtitan_matrixfsdp.bench.ranks import (
     RanksFailedError,
     is_under_torchrun,
@@ -25,17 +29,26 @@ from torchtitan_matrixfsdp.bench.ranks import (
     leave,
 )
 from torchtitan_matrixfsdp.bench.refresh import RefreshReport, refresh_report
-from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report
-from torchtitan_matrixfsdp.bench.results import CommReport, MemoryReport
+from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report, step_report
+from torchtitan_matrixfsdp.bench.results import (
+    CommReport,
+    MemoryReport,
+    NewtonSchulzReport,
+    StepReport,
+)
+from torchtitan_matrixfsdp.bench.step_modes import MODES, OPTIMIZERS
 from torchtitan_matrixfsdp.bench.tables import (
     comm_text,
     memory_text,
     newton_schulz_text,
     refresh_text,
+    step_text,
 )
 from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
 from torchtitan_matrixfsdp.layout import StepShape
 from torchtitan_matrixfsdp.optim import COEFFICIENTS
+
+Report: TypeAlias = CommReport | MemoryReport | NewtonSchulzReport | RefreshReport | StepReport
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAX_OWN_RANKS = 64
@@ -45,15 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark and print its report; the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command == "newton-schulz":
-        return _newton_schulz(options)
-    report: CommReport | MemoryReport | RefreshReport | None
+    if options.command in _ON_RANKS:
+        options.world_size = _world_size(parser, options)
+    if options.command == "step":
+        options.modes = _modes(parser, options)
     try:
-        if options.command == "refresh":
-            report = refresh_report(options.model, options.world_sizes, options.frequency)
-        else:
-            options.world_size = _world_size(parser, options)
-            report = _comm(options) if options.command == "comm" else _memory(options)
+        report = _COMMANDS[options.command](options)
     except RanksFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -61,13 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.json:
         print(json.dumps(asdict(report), indent=1))
-    elif isinstance(report, CommReport):
-        print(comm_text(report))
-    elif isinstance(report, RefreshReport):
-        print(refresh_text(report))
     else:
-        print(memory_text(report))
+        print(_text(report))
     return 0
+
+
+def _text(report: Report) -> str:
+    match report:
+        case CommReport():
+            return comm_text(report)
+        case MemoryReport():
+            return memory_text(report)
+        case RefreshReport():
+            return refresh_text(report)
+        case NewtonSchulzReport():
+            return newton_schulz_text(report)
+    return step_text(report)
 
 
 def _comm(options: argparse.Namespace) -> CommReport | None:
@@ -93,8 +112,12 @@ def _memory(options: argparse.Namespace) -> MemoryReport | None:
     return memory_report(options.world_size, memory)
 
 
-def _newton_schulz(options: argparse.Namespace) -> int:
-    report = newton_schulz_report(
+def _refresh(options: argparse.Namespace) -> RefreshReport:
+    return refresh_report(options.model, options.world_sizes, options.frequency)
+
+
+def _newton_schulz(options: argparse.Namespace) -> NewtonSchulzReport:
+    return newton_schulz_report(
         NewtonSchulzOptions(
             tuple(options.shapes),
             tuple(_DTYPES[name] for name in options.dtype),
@@ -104,8 +127,28 @@ def _newton_schulz(options: argparse.Namespace) -> int:
             options.threads,
         )
     )
-    print(json.dumps(asdict(report), indent=1) if options.json else newton_schulz_text(report))
-    return 0
+
+
+def _step(options: argparse.Namespace) -> StepReport | None:
+    width = options.layer_dim
+    hidden = 3 * width if options.hidden is None else options.hidden
+    shape = LlamaShape(options.layers, width, width, hidden)
+    dtype = _DTYPES[options.ns_dtype]
+    step = StepOptions(options.optimizer, options.modes, shape, options.repeats, dtype)
+    report = step_report(options.world_size, step)
+    if report is not None and options.plot is not None:
+        plot_step(report, options.plot)
+    return report
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], Report | None]] = {
+    "comm": _comm,
+    "memory": _memory,
+    "newton-schulz": _newton_schulz,
+    "refresh": _refresh,
+    "step": _step,
+}
+_ON_RANKS = ("comm", "memory", "step")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,6 +209,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     refresh.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     _add_newton_schulz(commands.add_parser("newton-schulz", help="its time beside its products"))
+    step = commands.add_parser("step", help="the optimizer step: time, bytes and memory")
+    _add_common(step, world_size=8, repeats=10)
+    step.add_argument("--optimizer", choices=OPTIMIZERS, default="muon")
+    step.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        help="what to measure, ideal in any case (default: all that the optimizer has)",
+    )
+    step.add_argument("--layers", type=_integer(1, 64), default=8, help="blocks (default: 8)")
+    step.add_argument(
+        "--hidden", type=_integer(1, 1 << 16), help="feed-forward width (default: 3 --layer-dim)"
+    )
+    step.add_argument("--ns-dtype", choices=_DTYPES, default="bfloat16", help="of Newton-Schulz")
+    step.add_argument("--plot", metavar="PNG", type=Path, help="a bar chart, needs matplotlib")
     return parser
 
 
@@ -198,6 +256,7 @@ def _add_common(parser: argparse.ArgumentParser, world_size: int, repeats: int) 
     )
     parser.add_argument(
         "--layer-dim",
+        "--dim",
         type=_integer(WIDTH_MULTIPLE, 1 << 16, WIDTH_MULTIPLE),
         default=256,
         help="width of the blocks (default: 256)",
@@ -222,6 +281,23 @@ def _integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _modes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str, ...]:
+    legal = OPTIMIZERS[options.optimizer].modes
+    asked = options.modes or legal
+    unknown = [mode for mode in asked if mode not in legal]
+    if unknown:
+        parser.error(
+            f"argument --modes: received {unknown}; legal with --optimizer {options.optimizer}: "
+            f"{list(legal)}"
+        )
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+        except NoPlotError as error:
+            parser.error(f"argument --plot: {error}")
+    return tuple(dict.fromkeys(("ideal", *asked)))
 
 
 def _world_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

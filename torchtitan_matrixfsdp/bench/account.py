@@ -37,6 +37,7 @@ def account_model(model: str, world_size: int, shape: StepShape) -> ModelAccount
         gather_itemsize=shape.gather_itemsize,
         reduce_itemsize=shape.reduce_itemsize,
         step_itemsize=shape.step_itemsize,
+        result_itemsize=shape.result_itemsize,
         microbatches=shape.microbatches,
         systems=tuple(systems),
     )

@@ -48,7 +48,19 @@ def scaled_model(dim: int, layers: int) -> LlamaShape:
 
 def model_blocks(shape: LlamaShape) -> tuple[BlockMeta, ...]:
     """The blocks of a model in float32, without a tensor. The order is ``LlamaBlock``'s."""
-    shapes = {
+    shapes = {f"{name}.weight": size for name, size in _matrices(shape).items()}
+    shapes |= {f"{name}.weight": (shape.dim,) for name in ("attention_norm", "ffn_norm")}
+    return tuple(_block(f"layers.{i}", shapes) for i in range(shape.layers))
+
+
+def matrix_blocks(shape: LlamaShape) -> tuple[BlockMeta, ...]:
+    """The same without norms and with names that ``ShapeBlock`` takes: what a matrix optimizer
+    steps."""
+    return tuple(_block(f"layers.{i}", _matrices(shape)) for i in range(shape.layers))
+
+
+def _matrices(shape: LlamaShape) -> Mapping[str, tuple[int, ...]]:
+    return {
         "wq": (shape.dim, shape.dim),
         "wk": (shape.kv_dim, shape.dim),
         "wv": (shape.kv_dim, shape.dim),
@@ -56,13 +68,7 @@ def model_blocks(shape: LlamaShape) -> tuple[BlockMeta, ...]:
         "w1": (shape.hidden, shape.dim),
         "w2": (shape.dim, shape.hidden),
         "w3": (shape.hidden, shape.dim),
-        "attention_norm": (shape.dim,),
-        "ffn_norm": (shape.dim,),
     }
-    return tuple(
-        _block(f"layers.{i}", {f"{name}.weight": size for name, size in shapes.items()})
-        for i in range(shape.layers)
-    )
 
 
 def plan_blocks(blocks: tuple[BlockMeta, ...], world_size: int) -> OwnerPlan:

@@ -14,7 +14,6 @@ Each starts behind a barrier and counts until the slowest rank is done.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchtitan_matrixfsdp.bench.blocks import LAYOUTS, ShapeBlock, block_layout
-from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh, synchronise
+from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh, seconds, slowest
 from torchtitan_matrixfsdp.bench.results import (
     LayoutResult,
     Operation,
@@ -268,17 +267,9 @@ def _time_pairs(baseline: _Work, ours: _Work, repeats: int) -> list[tuple[float,
 
 
 def _seconds(work: _Work) -> float:
-    device = rank_device()
     work.prepare()
-    synchronise(device)
-    dist.barrier()
-    start = time.perf_counter()
-    work.run()
-    synchronise(device)
-    return time.perf_counter() - start
+    return seconds(work.run)
 
 
 def _slowest(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    seconds = torch.tensor(pairs, dtype=torch.float64, device=rank_device())
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return [(baseline, ours) for baseline, ours in seconds.tolist()]
+    return [(baseline, ours) for baseline, ours in slowest(pairs)]

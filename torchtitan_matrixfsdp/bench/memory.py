@@ -74,7 +74,7 @@ class _Peaks:
     steady_with_gradients: int
 
 
-class _Meter(Protocol):
+class Meter(Protocol):
     """Follows memory while entered."""
 
     def __enter__(self) -> object: ...
@@ -151,6 +151,11 @@ class _Allocator:
         return torch.cuda.max_memory_allocated()
 
 
+def make_meter() -> Meter:
+    """The meter of this rank's device."""
+    return _Allocator() if rank_device().type == "cuda" else LiveStorages()
+
+
 def measure_memory(options: MemoryOptions) -> tuple[SystemMemory, ...]:
     """FSDP2, owner shards as they run on this device, and owner shards with the release of a
     block put off as on devices with streams. Called on all ranks, which return the same."""
@@ -178,15 +183,15 @@ def measure_memory(options: MemoryOptions) -> tuple[SystemMemory, ...]:
 
 
 def _measure(make: Callable[[], ShardedModel], options: MemoryOptions) -> _Peaks:
-    meter: _Meter = _Allocator() if rank_device().type == "cuda" else LiveStorages()
-    before = _settled(meter)
+    meter = make_meter()
+    before = settled(meter)
     with meter:
         model = make().model
         x = sample(scaled_model(options.dim, options.blocks), options.tokens)
         model(x).sum().backward()  # FSDP2 makes what it keeps in the first step
         for param in model.parameters():
             param.grad = None
-    steady = _settled(meter)
+    steady = settled(meter)
 
     def phase(run: Callable[[], Any]) -> tuple[int, Any]:
         with meter:
@@ -194,7 +199,7 @@ def _measure(make: Callable[[], ShardedModel], options: MemoryOptions) -> _Peaks
             value = run()
             synchronise(rank_device())
             peak = meter.peak()
-        _settled(meter)
+        settled(meter)
         return peak - steady, value
 
     first = model.layers[0]
@@ -204,11 +209,11 @@ def _measure(make: Callable[[], ShardedModel], options: MemoryOptions) -> _Peaks
     forward, loss = phase(lambda: model(x).sum())
     backward, _ = phase(loss.backward)
     del loss
-    gradients = _settled(meter) - steady
+    gradients = settled(meter) - steady
     return _Peaks(steady - before - x.nbytes, gather, forward, backward, gradients)
 
 
-def _settled(meter: _Meter) -> int:
+def settled(meter: Meter) -> int:
     """Bytes alive once this rank's finished transfers have let go of their tensors. Called while
     the meter is not entered, so that the barrier's own tensor is none of them."""
     gc.collect()

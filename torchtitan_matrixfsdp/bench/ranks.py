@@ -6,7 +6,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,25 @@ def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """What ``run`` takes on this rank, from a barrier on."""
+    device = rank_device()
+    synchronise(device)
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def slowest(durations: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The slowest rank's durations, each of them; a collective."""
+    maximum = torch.tensor(durations, dtype=torch.float64, device=rank_device())
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+    values: list[list[float]] = maximum.tolist()
+    return values
 
 
 def leave(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The two reports, from what the ranks measure and what the formulas say.
+"""The reports, from what the ranks measure and what the formulas say.
 
 What runs on a rank stands in modules such as this one and not beside the command line: a spawned
 process finds a function by its module's name.
@@ -19,6 +19,11 @@ from torchtitan_matrixfsdp.bench.blocks import (
 )
 from torchtitan_matrixfsdp.bench.comm import CommOptions, measure_layouts
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions, measure_memory
+from torchtitan_matrixfsdp.bench.optimizer_step import (
+    TOLERANCE,
+    StepOptions,
+    measure_optimizer_step,
+)
 from torchtitan_matrixfsdp.bench.ranks import is_reporter, on_ranks, rank_device
 from torchtitan_matrixfsdp.bench.results import (
     SCHEMA,
@@ -27,6 +32,8 @@ from torchtitan_matrixfsdp.bench.results import (
     MeasuredStep,
     MemoryReport,
     Setting,
+    StepReport,
+    StepResults,
     SystemMemory,
 )
 from torchtitan_matrixfsdp.bench.step import measure_steps
@@ -70,6 +77,23 @@ def memory_report(world_size: int, options: MemoryOptions) -> MemoryReport | Non
     block_bytes = plan_blocks(blocks, world_size).blocks[0].nbytes
     return MemoryReport(
         SCHEMA, "memory", setting, block_bytes, options.blocks, options.tokens, systems
+    )
+
+
+def step_report(world_size: int, options: StepOptions) -> StepReport | None:
+    """What ``step`` reports; None where another process of the launcher reports."""
+    results: StepResults | None = on_ranks(measure_optimizer_step, world_size, options)
+    if results is None:
+        return None
+    return StepReport(
+        schema=SCHEMA,
+        command="step",
+        optimizer=options.optimizer,
+        layers=options.shape.layers,
+        hidden=options.shape.hidden,
+        compute_dtype=str(options.compute).removeprefix("torch."),
+        tolerance=TOLERANCE,
+        results=results,
     )
 
 

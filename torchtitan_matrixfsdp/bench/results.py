@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class ModelAccount:
     gather_itemsize: int
     reduce_itemsize: int
     step_itemsize: int
+    result_itemsize: int
     microbatches: int
     systems: tuple[SystemAccount, ...]
 
@@ -240,6 +241,50 @@ class NewtonSchulzReport:
     command: str
     setting: NewtonSchulzSetting
     results: tuple[NewtonSchulzResult, ...]
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """The optimizer step in one mode; ratios to modes that were not measured are None."""
+
+    mode: str
+    steps_per_sample: int
+    seconds_here: float
+    to_ideal: Ratio
+    to_zero3: Ratio | None
+    to_adamw_foreach: Ratio | None
+    to_adamw_fused: Ratio | None
+    predicted: Sent
+    counted: Sent
+    steady_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """What the ranks of ``step`` measure."""
+
+    setting: Setting
+    matrices: int
+    matrix_bytes: int
+    largest_difference: float
+    ideal_imbalance: float
+    owner_imbalance: float
+    modes: tuple[ModeResult, ...]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What ``step`` reports."""
+
+    schema: int
+    command: str
+    optimizer: str
+    layers: int
+    hidden: int
+    compute_dtype: str
+    tolerance: float
+    results: StepResults
 
 
 def spread(value: int) -> Spread:

@@ -40,7 +40,7 @@ from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 _LAYERS = 3
 _TOKENS = 16
 _SEED = 13
-_STOCK_STEP = "gather_each"
+_STOCK_STEP = "gather"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torchtitan_matrixfsdp.bench.results import (
     Ratio,
     Setting,
     Spread,
+    StepReport,
 )
 from torchtitan_matrixfsdp.layout import BASELINE_STEPS
 
@@ -133,6 +134,48 @@ def newton_schulz_text(report: NewtonSchulzReport) -> str:
     return f"{title}\n{_table(head, rows)}"
 
 
+def step_text(report: StepReport) -> str:
+    """The ``step`` report."""
+    results = report.results
+    rows = [
+        [
+            mode.mode,
+            *(
+                "" if ratio is None else _ratio(ratio)
+                for ratio in (
+                    mode.to_ideal,
+                    mode.to_zero3,
+                    mode.to_adamw_foreach,
+                    mode.to_adamw_fused,
+                )
+            ),
+            _counts(mode.counted.bytes),
+            _counts(mode.counted.messages),
+            f"{_megabytes(mode.steady_bytes)} / {_megabytes(mode.peak_bytes)}",
+        ]
+        for mode in results.modes
+    ]
+    head = [
+        "mode",
+        "time / ideal",
+        "time / zero3",
+        "time / AdamW foreach",
+        "time / AdamW fused",
+        "bytes sent",
+        "messages",
+        "MB between steps / at the peak",
+    ]
+    title = (
+        f"The step of {report.optimizer} ({report.compute_dtype}) on {results.matrices} matrices, "
+        f"{_megabytes(results.matrix_bytes)} MB, of {report.layers} blocks ({report.hidden} wide "
+        "inside). Counted = predicted. Times: median of paired ratios (min to max). The busiest "
+        f"rank's work over the mean: ideal {results.ideal_imbalance:.3f}, owners "
+        f"{results.owner_imbalance:.3f}. Weights within {results.largest_difference:.0e} of one "
+        f"device's (at most {report.tolerance:.0e})"
+    )
+    return f"{_setting(results.setting)}\n\n{title}\n{_table(head, rows)}"
+
+
 def _setting(setting: Setting) -> str:
     return (
         f"torch {setting.torch_version}, {setting.backend} on {setting.device}, "
@@ -200,9 +243,9 @@ def _account(account: ModelAccount) -> str:
     title = (
         f"Llama {account.model}, {account.world_size} ranks, by formula: MB that the busiest rank "
         f"sends per step (gather {account.gather_itemsize}, reduce {account.reduce_itemsize}, step "
-        f"{account.step_itemsize} bytes per element; {account.microbatches} microbatch(es); "
-        f"gamma up to {account.gamma_max:.2f}; matrices / W = "
-        f"{_megabytes(account.matrix_bytes / account.world_size)} MB)"
+        f"{account.step_itemsize} and {account.result_itemsize} bytes per element; "
+        f"{account.microbatches} microbatch(es); gamma up to {account.gamma_max:.2f}; "
+        f"matrices / W = {_megabytes(account.matrix_bytes / account.world_size)} MB)"
     )
     return f"{title}\n{_table(head, rows)}"
 

@@ -10,7 +10,7 @@ before the first collective. It turns parameter metadata (``params``) and the us
 (``routing``) into roles (``roles``), places every role on one rank (``planners``, ``costs``),
 freezes the result (``block_plan``, ``plan``), arranges each block's flat buffer (``buffer``), lists
 the transfers that follow (``schedule``), counts them (``volumes``) and adds up a training step
-(``account``).
+(``account``), beside those of optimizers on row shards (``exchange``, ``baseline_steps``).
 
 Vocabulary. A *block* is one FSDP unit. A *role* is the atom of ownership: one whole weight, or the
 block's *tail* (everything that needs no rank of its own). An *owner* is a rank of the shard group,
@@ -20,8 +20,6 @@ counted from 0 within that group and never a global rank. W is the size of that 
 from __future__ import annotations
 
 from torchtitan_matrixfsdp.layout.account import (
-    BASELINE_STEPS,
-    BaselineStep,
     StepAccount,
     StepShape,
     fsdp_accounts,
@@ -30,6 +28,13 @@ from torchtitan_matrixfsdp.layout.account import (
     fsdp_volume,
     owner_accounts,
     owner_gather_bytes,
+)
+from torchtitan_matrixfsdp.layout.baseline_steps import (
+    BASELINE_STEPS,
+    BaselineStep,
+    StepVolume,
+    exchange_volume,
+    row_chunk_numel,
 )
 from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, PlanError
 from torchtitan_matrixfsdp.layout.buffer import (
@@ -48,6 +53,14 @@ from torchtitan_matrixfsdp.layout.costs import (
     shampoo_root_flops,
     soap_basis_flops,
 )
+from torchtitan_matrixfsdp.layout.exchange import (
+    CutMatrix,
+    all_to_all_volume,
+    cut_matrices,
+    held_numels,
+    worked_numels,
+)
+from torchtitan_matrixfsdp.layout.greedy import largest_first
 from torchtitan_matrixfsdp.layout.params import BlockMeta, ParamMeta, canonical_fqn
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.planners import PLANNERS, Assignment, Planner, make_plan
@@ -86,6 +99,7 @@ __all__ = [
     "BlockMeta",
     "BlockPlan",
     "BufferLayout",
+    "CutMatrix",
     "LinkModel",
     "MatrixShard",
     "OwnerPlan",
@@ -99,10 +113,12 @@ __all__ = [
     "Segment",
     "StepAccount",
     "StepShape",
+    "StepVolume",
     "Transfer",
     "TransportModel",
     "Volume",
     "aligned",
+    "all_to_all_volume",
     "arrange_by_owner",
     "arrange_in_slices",
     "assign_replicas",
@@ -111,11 +127,15 @@ __all__ = [
     "build_roles",
     "canonical_fqn",
     "choose_transport",
+    "cut_matrices",
+    "exchange_volume",
     "fsdp_accounts",
     "fsdp_gather_bytes",
     "fsdp_slice_numel",
     "fsdp_volume",
     "gamma",
+    "held_numels",
+    "largest_first",
     "make_plan",
     "muon_flops",
     "newton_schulz_flops",
@@ -128,10 +148,12 @@ __all__ = [
     "reduce_volume",
     "ring_volume",
     "route",
+    "row_chunk_numel",
     "sent_elements",
     "sent_messages",
     "shampoo_root_flops",
     "soap_basis_flops",
     "transfer_volume",
     "transport_seconds",
+    "worked_numels",
 ]

@@ -17,13 +17,12 @@ elements), and nothing where every owner's part fills its own slice.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torchtitan_matrixfsdp.layout._messages import config_message
-from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, MatrixShard, check_rank
+from torchtitan_matrixfsdp.layout.baseline_steps import BASELINE_STEPS, row_chunk_numel
+from torchtitan_matrixfsdp.layout.block_plan import BlockPlan, check_rank
 from torchtitan_matrixfsdp.layout.buffer import BufferLayout
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.roles import RoleKind
@@ -34,8 +33,6 @@ from torchtitan_matrixfsdp.layout.volumes import (
     choose_transport,
     ring_volume,
 )
-
-_BFLOAT16 = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +72,12 @@ class StepShape:
     Attributes:
         gather_itemsize: bytes per element of a gathered parameter.
         reduce_itemsize: bytes per element of a reduced gradient.
-        step_itemsize: bytes per element of what a baseline's optimizer step exchanges, unless its
-            source fixes that: the stored dtype of gradients and momentum.
+        step_itemsize: bytes per element of the updates that a baseline's optimizer step exchanges,
+            unless its source fixes that: the stored dtype of gradients and momentum.
         is_resharded: whether blocks are resharded after forward, and so gathered once more.
         microbatches: forwards and backwards per step, each with its gathers and reduction.
+        result_itemsize: bytes per element of the results that a baseline's step exchanges:
+            Newton-Schulz's dtype.
 
     Raises:
         ValueError: an itemsize or ``microbatches`` below 1.
@@ -89,12 +88,14 @@ class StepShape:
     step_itemsize: int = 4
     is_resharded: bool = True
     microbatches: int = 1
+    result_itemsize: int = 2
 
     def __post_init__(self) -> None:
         counts = {
             "gather_itemsize": self.gather_itemsize,
             "reduce_itemsize": self.reduce_itemsize,
             "step_itemsize": self.step_itemsize,
+            "result_itemsize": self.result_itemsize,
             "microbatches": self.microbatches,
         }
         for name, value in counts.items():
@@ -149,9 +150,7 @@ def fsdp_accounts(
     plan: OwnerPlan, step: str, shape: StepShape, ranks: Iterable[int] | None = None
 ) -> tuple[StepAccount, ...]:
     """Returns the accounts of stock FSDP2 with the optimizer step ``step`` (see
-    ``BASELINE_STEPS``), of ``ranks`` (default: all).
-
-    Only ``all_to_all`` reads the plan's owners, as those who orthogonalise.
+    ``BASELINE_STEPS``), of ``ranks`` (default: all). The plan's owners play no part.
 
     Raises:
         ValueError: an unknown step, or a rank outside the plan.
@@ -162,14 +161,15 @@ def fsdp_accounts(
     gather = sum(fsdp_volume(block).elements for block in plan.blocks)
     reduce = sum(fsdp_volume(block.trainable()).elements for block in plan.blocks)
     shards = [shard for block in plan.blocks for shard in block.shards]
-    matrices = [shard for shard in shards if shard.kind is RoleKind.MATRIX]
-    itemsize = baseline.itemsize or shape.step_itemsize
-    elements = baseline.elements(matrices, plan.world_size)
+    matrices = [shard.shape for shard in shards if shard.kind is RoleKind.MATRIX]
+    update_itemsize = baseline.itemsize or shape.step_itemsize
+    result_itemsize = baseline.itemsize or shape.result_itemsize
+    step_volume = baseline.volume(matrices, plan.world_size)
     return tuple(
         shape.account(
             gather * shape.gather_itemsize,
             reduce * shape.reduce_itemsize,
-            elements(rank) * itemsize,
+            step_volume(rank).nbytes(update_itemsize, result_itemsize),
         )
         for rank in _checked(plan, ranks)
     )
@@ -186,7 +186,7 @@ def fsdp_volume(block: BlockPlan) -> Volume:
 
 def fsdp_slice_numel(block: BlockPlan) -> int:
     """Returns the elements that each rank contributes to FSDP2's all-gather, padding included."""
-    return sum(_chunk_numel(shard, block.world_size) for shard in block.shards)
+    return sum(row_chunk_numel(shard.shape, block.world_size) for shard in block.shards)
 
 
 def fsdp_gather_bytes(block: BlockPlan, itemsize: int) -> int:
@@ -204,109 +204,8 @@ def owner_gather_bytes(block: BlockPlan, transport: str, itemsize: int) -> int:
     return TRANSPORT_MODELS[transport].arrange(block).numel * itemsize
 
 
-ElementsOf = Callable[[int], int]
-"""A rank to the elements that it sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaselineStep:
-    """How a matrix optimizer on row shards comes by whole matrices.
-
-    Attributes:
-        elements: what each rank sends, from the matrices and W.
-        itemsize: bytes per element where the source fixes the dtype; None: ``step_itemsize``.
-        label: for tables.
-    """
-
-    elements: Callable[[Sequence[MatrixShard], int], ElementsOf]
-    itemsize: int | None
-    label: str
-
-
-def _gather_each(matrices: Sequence[MatrixShard], world_size: int) -> ElementsOf:
-    """Stock FSDP2-Muon, this package's ``mode = "stock"``: every rank gathers each matrix's update
-    and orthogonalises all of them. One all-gather per matrix, of the rows padded to equal chunks,
-    in the stored dtype (what ``DTensor.full_tensor`` does)."""
-    chunks = sum(_chunk_numel(matrix, world_size) for matrix in matrices)
-    sent = ring_volume(chunks, world_size).elements
-    return lambda rank: sent
-
-
-def _gather_once(matrices: Sequence[MatrixShard], world_size: int) -> ElementsOf:
-    """One packed all-gather of all updates, Newton-Schulz on one owner per matrix, one packed
-    all-gather of the results. Assumed in its favour: the results divide evenly over the ranks,
-    whatever the sizes of the matrices."""
-    chunks = sum(_chunk_numel(matrix, world_size) for matrix in matrices)
-    results = -(-sum(matrix.numel for matrix in matrices) // world_size)
-    sent = ring_volume(chunks + results, world_size).elements
-    return lambda rank: sent
-
-
-def _all_to_all(matrices: Sequence[MatrixShard], world_size: int) -> ElementsOf:
-    """DistMuon (TorchTitan's flex_shard): the row shards of each update go to its owner, and the
-    rows of the result come back, in uneven all-to-alls without padding, in the stored dtype. Owners
-    are the plan's, which are as balanced as its own LPT's. Its buckets are double buffered, so
-    that Newton-Schulz on one hides part of the next one's traffic; none of it is hidden behind
-    forward or backward."""
-    owned: dict[int, list[MatrixShard]] = {}
-    for matrix in matrices:
-        owned.setdefault(matrix.owner, []).append(matrix)
-    shapes = Counter(matrix.shape for matrix in matrices)
-
-    def elements(rank: int) -> int:
-        rows = sum(n * _row_shard_numel(shape, rank, world_size) for shape, n in shapes.items())
-        mine = owned.get(rank, ())
-        kept = sum(_row_shard_numel(matrix.shape, rank, world_size) for matrix in mine)
-        there = rows - kept
-        back = sum(matrix.numel for matrix in mine) - kept
-        return there + back
-
-    return elements
-
-
-def _padded_all_to_all(matrices: Sequence[MatrixShard], world_size: int) -> ElementsOf:
-    """dion's Muon: matrices of one shape make a batch, padded with zero matrices to a multiple of
-    W; row shards are padded to ``ceil(rows / W)``. Each rank orthogonalises 1 / W of the batch,
-    between two even all-to-alls in bfloat16."""
-    sent = 0
-    for shape, count in Counter(matrix.shape for matrix in matrices).items():
-        rows, cols = shape
-        per_rank = -(-count // world_size)
-        # To each peer: this rank's rows of the peer's matrices; and the same amount back.
-        sent += 2 * (world_size - 1) * per_rank * -(-rows // world_size) * cols
-    return lambda rank: sent
-
-
-BASELINE_STEPS: Mapping[str, BaselineStep] = MappingProxyType(
-    {
-        "gather_each": BaselineStep(_gather_each, None, "gather each matrix"),
-        "gather_once": BaselineStep(_gather_once, None, "gather once, results back"),
-        "all_to_all": BaselineStep(_all_to_all, None, "all-to-all (DistMuon)"),
-        "padded_all_to_all": BaselineStep(
-            _padded_all_to_all, _BFLOAT16, "padded all-to-all, bf16 (dion)"
-        ),
-    }
-)
-
-
 def _checked(plan: OwnerPlan, ranks: Iterable[int] | None) -> Sequence[int]:
     chosen = range(plan.world_size) if ranks is None else tuple(ranks)
     for rank in chosen:
         check_rank(rank, plan.world_size)
     return chosen
-
-
-def _chunk_numel(shard: MatrixShard, world_size: int) -> int:
-    """Elements of one of the W equal chunks, in rows, that FSDP2 and DTensor pad a tensor to."""
-    rows, *rest = shard.shape or (1,)
-    numel = -(-rows // world_size)
-    for size in rest:
-        numel *= size
-    return numel
-
-
-def _row_shard_numel(shape: Sequence[int], rank: int, world_size: int) -> int:
-    """Elements of the rows of a matrix that ``rank`` holds, without padding."""
-    rows, cols = shape
-    chunk = -(-rows // world_size)
-    return max(0, min(rows - rank * chunk, chunk)) * cols

@@ -7,10 +7,10 @@ result to the others: the matrix optimizer's work and state fall by the number o
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 
 from torchtitan_matrixfsdp.layout.costs import muon_flops
+from torchtitan_matrixfsdp.layout.greedy import largest_first
 from torchtitan_matrixfsdp.layout.plan import OwnerPlan
 from torchtitan_matrixfsdp.layout.roles import RoleKind
 
@@ -35,11 +35,9 @@ def assign_replicas(plan: OwnerPlan, replicas: int) -> Mapping[str, int]:
                 owned.setdefault(shard.owner, []).append((-cost, shard.fqn))
     assigned: dict[str, int] = {}
     for matrices in owned.values():
-        loads = [(0, replica) for replica in range(replicas)]
-        for negated, fqn in sorted(matrices):
-            load, replica = loads[0]
-            heapq.heapreplace(loads, (load - negated, replica))
-            assigned[fqn] = replica
+        matrices.sort()
+        shared_out = largest_first([-negated for negated, _ in matrices], replicas)
+        assigned |= {fqn: r for (_, fqn), r in zip(matrices, shared_out, strict=True)}
     # In the order of the blocks: forward will need them so.
     in_order = (shard.fqn for block in plan.blocks for shard in block.shards)
     return {fqn: assigned[fqn] for fqn in in_order if fqn in assigned}

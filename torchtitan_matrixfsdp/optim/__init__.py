@@ -18,7 +18,13 @@ from torchtitan_matrixfsdp.optim.newton_schulz import (
 from torchtitan_matrixfsdp.optim.shampoo import GRAFTING, Shampoo
 from torchtitan_matrixfsdp.optim.soap import SOAP
 from torchtitan_matrixfsdp.optim.stagger import refresh_load, refresh_phases
-from torchtitan_matrixfsdp.optim.stock import GatherMuon
+from torchtitan_matrixfsdp.optim.stock import (
+    STOCK_STEP,
+    STOCK_STEPS,
+    GatherMuon,
+    RowShardMuon,
+    stock_muon,
+)
 from torchtitan_matrixfsdp.optim.tp_exchange import (
     TP_STEP,
     TensorParallelMuon,
@@ -32,6 +38,8 @@ __all__ = [
     "POLAR_EXPRESS",
     "QUINTIC",
     "SOAP",
+    "STOCK_STEP",
+    "STOCK_STEPS",
     "TP_STEP",
     "ForeignOptimizer",
     "ForeignStateError",
@@ -39,6 +47,7 @@ __all__ = [
     "LocalStepOptimizer",
     "MatrixOptimizerBase",
     "Muon",
+    "RowShardMuon",
     "Shampoo",
     "Split",
     "TensorParallelMuon",
@@ -48,5 +57,6 @@ __all__ = [
     "newton_schulz_each",
     "refresh_load",
     "refresh_phases",
+    "stock_muon",
     "tensor_parallel_cut",
 ]

@@ -226,14 +226,26 @@ class Muon(MatrixOptimizerBase):
         split = self._split.get(param)
         return shape if split is None else split.block_shape(shape)
 
+    def _orthogonalise_wholes(
+        self, entries: Sequence[PendingUpdate], wholes: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The orthogonalised whole of each entry's update, for subclasses whose parameters are
+        parts of matrices."""
+        results = list(wholes)
+        by_steps: dict[int, list[int]] = {}
+        for index, (_, _, group) in enumerate(entries):
+            by_steps.setdefault(group["ns_steps"], []).append(index)
+        for steps, indices in by_steps.items():
+            params = [entries[index][0] for index in indices]
+            found = self._orthogonalise(params, [wholes[index] for index in indices], steps)
+            for index, result in zip(indices, found, strict=True):
+                results[index] = result
+        return results
+
     def _orthogonalise(
         self, params: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], steps: int
     ) -> list[torch.Tensor]:
-        """Each orthogonalised update, of the shape of the update.
-
-        Here an update is the whole matrix or of numel 0. Subclasses whose updates are parts
-        override this, and call it with the whole ones.
-        """
+        """Each orthogonalised update, of its shape: a whole matrix, or numel 0."""
         blocks = [self._blocks(*pair) for pair in zip(params, updates, strict=True)]
         found = iter(
             newton_schulz_each(

@@ -13,13 +13,13 @@ from torchtitan_matrixfsdp.runtime.buffers import (
 from torchtitan_matrixfsdp.runtime.fsdp_older import count_unused_parameters
 from torchtitan_matrixfsdp.runtime.owner_dtensor import (
     OwnerDTensor,
-    whole_tensor_random,
     wrap_like,
 )
 from torchtitan_matrixfsdp.runtime.owner_placement import Owner, owner_local_shape
 from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
 from torchtitan_matrixfsdp.runtime.resident import STEP_GATHER
 from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
+from torchtitan_matrixfsdp.runtime.whole_random import whole_tensor_random
 
 __all__ = [
     "STEP_GATHER",

@@ -32,7 +32,7 @@ about it; :class:`OwnerDTensor` answers each operator itself:
 [Note: layout-independent weights]
 The same seed must give bit-equal weights for every world size and layout. Stock DTensors on
 CPU consume the generator by their local size, so a mixed model (owned blocks, row-sharded
-embedding) would depend on W. Inside :func:`whole_tensor_random` every in-place random
+embedding) would depend on W. Inside ``whole_tensor_random`` every in-place random
 operator on any DTensor draws the whole tensor on every rank, exactly as a single process
 would, and keeps this rank's part. Rejection loops (``trunc_normal_``) must end on all ranks
 when they end for the whole tensor, so ``any`` is made global there: on a stock DTensor it
@@ -57,7 +57,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_matrixfsdp.runtime.fsdp_compat import (
@@ -106,7 +105,8 @@ _FOREACH = frozenset(
     for name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "copy")
     for suffix in ("", "_")
 ) | {"aten::_foreach_zero_"}
-_RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
+RANDOM_INPLACE = frozenset({_aten.normal_.default, _aten.uniform_.default})
+"""The random operators of weight initialisation that are answered for the whole tensor."""
 
 
 @dataclass(eq=False)
@@ -204,11 +204,11 @@ class OwnerDTensor(DispatchingDTensor):
             for written in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if isinstance(written, OwnerDTensor):
                     written._shared_count().writes += 1
-        if func in _RANDOM_INPLACE:
+        if func in RANDOM_INPLACE:
             draw_whole(func, args, kwargs)
             return args[0]
         if func is _aten.any.default:
-            return _any_of_the_whole(args[0])
+            return any_of_the_whole(args[0])
         if func in _NORMS:
             return _norm(func, args, kwargs)
         if func in _NEW_LIKE and tuple(args[1]) == tuple(args[0].shape):
@@ -335,44 +335,13 @@ def draw_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     local.copy_(part)
 
 
-class whole_tensor_random(TorchDispatchMode):
-    """Context in which random initialisation of DTensors is independent of their layout.
-
-    See [Note: layout-independent weights]. The generators of all ranks must be equal on entry
-    and are equal on exit.
-
-    Raises:
-        NotImplementedError: a random operator other than in-place ``normal_`` and
-            ``uniform_`` is applied to a DTensor, which would make the weights depend on W.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        tensor_types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten.any.default and isinstance(args[0], DTensor):
-            return _any_of_the_whole(args[0])
-        if torch.Tag.nondeterministic_seeded in func.tags and _dtensors(args):
-            if func not in _RANDOM_INPLACE:
-                raise NotImplementedError(
-                    f"{func} on a DTensor during weight initialisation draws a layout-dependent "
-                    "amount of random numbers. Use normal_ or uniform_ (torch.nn.init)."
-                )
-            draw_whole(func, args, kwargs)
-            return args[0]
-        return func(*args, **kwargs)
-
-
-def _dtensors(args: Any) -> list[DTensor]:
+def dtensors_in(args: Any) -> list[DTensor]:
+    """The DTensors among nested arguments."""
     return [a for a in tree_flatten(args)[0] if isinstance(a, DTensor)]
 
 
 def _shapes(args: Any) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in _dtensors(args)]
+    return [tuple(t.shape) for t in dtensors_in(args)]
 
 
 def _to_local(value: Any) -> Any:
@@ -497,7 +466,7 @@ def _norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return func(*tree_map(as_row_shards, args), **tree_map(as_row_shards, kwargs))
 
 
-def _any_of_the_whole(tensor: DTensor) -> torch.Tensor:
+def any_of_the_whole(tensor: DTensor) -> torch.Tensor:
     """``any`` over the whole tensor, the same on every rank; empty local tensors say False."""
     local = _settled(tensor)
     if local.is_meta:

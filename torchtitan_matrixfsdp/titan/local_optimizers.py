@@ -17,13 +17,13 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan_matrixfsdp.optim import (
     SOAP,
     ForeignOptimizer,
-    GatherMuon,
     LocalStepOptimizer,
     Muon,
     Shampoo,
     Split,
     TensorParallelMuon,
     create_adam_state,
+    stock_muon,
     tensor_parallel_cut,
 )
 from torchtitan_matrixfsdp.runtime import OwnerDTensor, PartitionedReplicas
@@ -89,7 +89,7 @@ def _muon(
         isinstance(p, DTensor) and not isinstance(p, OwnerDTensor) for p in of_local.values()
     )
     if is_row_sharded:
-        return GatherMuon(groups, of_local, **options)
+        return stock_muon(setup.stock_step, groups, of_local, setup.counter, **options)
     if any(tensor_parallel_cut(param) is not None for param in of_local.values()):
         return TensorParallelMuon(groups, of_local, setup.counter, **options)
     shapes = {local: tuple(param.shape) for local, param in of_local.items()}

@@ -208,6 +208,8 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
             "set it to false",
         ),
     ]
+    if owner_fsdp_of(config).mode == "zero1" and is_sharded:
+        _refuse_with_zero1(config)
     # What TorchTitan 0.2.2 or torch cannot do either: its own model names are no way out.
     impossible: list[tuple[str, Any, bool, str]] = [
         (
@@ -251,6 +253,22 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
     for key, value, is_refused, remedy in impossible:
         if is_refused:
             raise ConfigError(f"{key}: received {value!r}; it cannot work here; {remedy}.")
+
+
+def _refuse_with_zero1(config: TitanJobConfig) -> None:
+    parallelism = config.parallelism
+    refused = {
+        # Not tried.
+        "parallelism.pipeline_parallel_degree": (parallelism.pipeline_parallel_degree, 1),
+        # Resident parameters stay on the compute device.
+        "training.enable_cpu_offload": (config.training.enable_cpu_offload, False),
+    }
+    for key, (value, legal) in refused.items():
+        if value != legal:
+            raise ConfigError(
+                f'{key}: received {value!r} with owner_fsdp.mode = "zero1"; legal: {legal!r}; '
+                'change it, or set owner_fsdp.mode = "zero3".'
+            )
 
 
 def check_mesh(config: TitanJobConfig, world_size: int) -> None:

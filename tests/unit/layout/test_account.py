@@ -34,7 +34,9 @@ from torchtitan_matrixfsdp.layout import (
     fsdp_gather_bytes,
     fsdp_slice_numel,
     fsdp_volume,
+    largest_first,
     make_plan,
+    muon_flops,
     owner_accounts,
     owner_gather_bytes,
 )
@@ -71,7 +73,8 @@ def test_gathers_and_reductions_of_a_step():
 
 
 @pytest.mark.parametrize(
-    "field", ["gather_itemsize", "reduce_itemsize", "step_itemsize", "microbatches"]
+    "field",
+    ["gather_itemsize", "reduce_itemsize", "step_itemsize", "result_itemsize", "microbatches"],
 )
 def test_a_step_of_nothing_is_refused(field):
     with pytest.raises(ValueError, match=rf"StepShape.{field} is 0; legal: >= 1"):
@@ -95,7 +98,7 @@ def test_fsdp_by_hand():
     assert fsdp_slice_numel(plan.blocks[0]) == trainable + 2 * 2
     assert fsdp_volume(plan.blocks[0]).elements == 3 * (trainable + 4)
     assert fsdp_gather_bytes(plan.blocks[0], 2) == 2 * 4 * (trainable + 4) * 2
-    (account, *_) = fsdp_accounts(plan, "gather_each", BF16_AND_FLOAT32)
+    (account, *_) = fsdp_accounts(plan, "gather", BF16_AND_FLOAT32)
     gather, reduce = 3 * (trainable + 4) * 2, 3 * trainable * 4
     assert account == StepAccount(gather, gather + reduce, 3 * 2 * 3 * 4)
 
@@ -113,11 +116,13 @@ def test_baseline_steps_by_hand():
         return [account.step for account in fsdp_accounts(plan, name, StepShape())]
 
     chunks = 2 * 4 + 2 * 4 + 1 * 4  # a rank's rows of each, padded
-    assert step("gather_each") == [4 * chunks] * 2
-    assert step("gather_once") == [4 * (chunks + 28 // 2)] * 2
-    # Rank 0 has rows 0 and 1 of p and q, and r. It sends its rows of q and r; of p's result row 2.
-    # Rank 1 sends its row of p; of the results of q and r all of rank 0's rows.
-    assert step("all_to_all") == [4 * (8 + 4 + 4), 4 * (4 + 8 + 4)]
+    assert step("gather") == [4 * chunks] * 2
+    assert step("gather_once") == [4 * chunks] * 2
+    assert step("gather_and_back") == [4 * chunks + 2 * 28 // 2] * 2
+    # Rank 0 has rows 0 and 1 of p and q, and r; it works on p and r, rank 1 on q. Rank 0 sends its
+    # rows of q, in float32, and of p's result row 2, in bfloat16. Rank 1 sends its row of p, and of
+    # q's result rank 0's two rows. (The plan's owners are others.)
+    assert step("all_to_all") == [4 * 8 + 2 * 4, 4 * 4 + 2 * 8]
     # A batch of two 3x4 and a batch of one 1x4, filled up to two: one matrix a rank of each; there
     # and back, in bfloat16.
     assert step("padded_all_to_all") == [2 * 2 * (2 * 4 + 1 * 4)] * 2
@@ -125,18 +130,19 @@ def test_baseline_steps_by_hand():
 
 @SMALL
 @given(models(), st.sampled_from(WORLD_SIZES))
-def test_all_to_all_moves_each_row_to_its_owner_and_back(model, world_size):
+def test_all_to_all_moves_each_row_to_its_worker_and_back(model, world_size):
     plan = plan_of(model, world_size)
+    shapes = [matrix.shape for matrix in matrices_of(plan)]
+    workers = largest_first([muon_flops(shape, 1) for shape in shapes], world_size)
     sent = [0] * world_size
-    for matrix in matrices_of(plan):
-        rows, cols = matrix.shape
+    for (rows, cols), worker in zip(shapes, workers, strict=True):
         for rank in range(world_size):
-            if rank != matrix.owner:
+            if rank != worker:
                 numel = len(rows_of(rank, rows, world_size)) * cols
-                sent[rank] += numel
-                sent[matrix.owner] += numel
-    accounts = fsdp_accounts(plan, "all_to_all", StepShape(step_itemsize=2))
-    assert [account.step for account in accounts] == [2 * numel for numel in sent]
+                sent[rank] += 4 * numel
+                sent[worker] += 2 * numel
+    accounts = fsdp_accounts(plan, "all_to_all", StepShape(step_itemsize=4, result_itemsize=2))
+    assert [account.step for account in accounts] == sent
 
 
 @SMALL
@@ -185,7 +191,7 @@ def test_balanced_exceeds_fsdp_by_its_overflow_at_most(model, world_size):
             reductions[rank] += (world_size - 1) * padding[1] + reduced.slice_numel
     shape = StepShape(2, 4)
     ours = owner_accounts(plan, "balanced", shape)
-    stock = fsdp_accounts(plan, "gather_each", shape)
+    stock = fsdp_accounts(plan, "gather", shape)
     for rank in range(world_size):
         gather, reduction = 2 * gathers[rank], 4 * reductions[rank]
         assert ours[rank].forward - stock[rank].forward <= gather
@@ -213,7 +219,7 @@ def test_balanced_blocks_send_fsdps_bytes_and_nothing_more(blocks, world_size, r
     )
     plan = plan_of(model, world_size)
     assert set(plan.gammas()) == {1.0}
-    stock = fsdp_accounts(plan, "gather_each", BF16_AND_FLOAT32)
+    stock = fsdp_accounts(plan, "gather", BF16_AND_FLOAT32)
     for transport in ("balanced", "p2p"):
         ours = owner_accounts(plan, transport, BF16_AND_FLOAT32)
         assert [replace(account, step=0) for account in stock] == list(ours)
@@ -289,11 +295,11 @@ def test_unknown_names_and_ranks_are_refused():
     plan = plan_of(transformer(1), 2)
     with pytest.raises(ValueError, match=r"owner_fsdp.transport = 'pigeon'.*'balanced'"):
         owner_accounts(plan, "pigeon", StepShape())
-    with pytest.raises(ValueError, match=r"'wait' is unknown; legal: \['gather_each'"):
+    with pytest.raises(ValueError, match=r"'wait' is unknown; legal: \['gather'"):
         fsdp_accounts(plan, "wait", StepShape())
     for account in (
         lambda: owner_accounts(plan, "p2p", StepShape(), [2]),
-        lambda: fsdp_accounts(plan, "gather_each", StepShape(), [-1]),
+        lambda: fsdp_accounts(plan, "gather", StepShape(), [-1]),
     ):
         with pytest.raises(ValueError, match="legal: 0 to 1"):
             account()

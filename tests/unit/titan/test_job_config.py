@@ -35,9 +35,10 @@ TABLES = {
 }
 
 WRONG: list[tuple[type[Any], str, Any, str]] = [
-    (OwnerFSDP, "mode", "zero2", "one of ['zero3', 'stock']"),
-    (OwnerFSDP, "mode", "ZERO3", "one of ['zero3', 'stock']"),
+    (OwnerFSDP, "mode", "zero2", "one of ['zero3', 'zero1', 'stock']"),
+    (OwnerFSDP, "mode", "ZERO3", "one of ['zero3', 'zero1', 'stock']"),
     (OwnerFSDP, "mode", 3, "a value of type str"),
+    (OwnerFSDP, "stock_step", "scatter", "one of ['gather', 'gather_once', 'all_to_all']"),
     (OwnerFSDP, "planner", "greedy", "one of ['cost_aware', 'role_greedy', 'scope_greedy']"),
     (OwnerFSDP, "planner", None, "a value of type str"),
     (OwnerFSDP, "transport", "nccl", "one of ['auto', 'balanced', 'broadcast', 'p2p']"),
