@@ -243,7 +243,7 @@ def test_newton_schulz_prints_one_document(capsys):
     for result in found:
         shape = result["rows"], result["cols"]
         assert result["flops"] == result["matrices"] * newton_schulz_flops(*shape, steps=6)
-        for name in ("time_to_products", "time_to_float32_products", "stacked_to_one_by_one"):
+        for name in ("time_to_products", "time_to_float32_products", "stacked_to_each"):
             assert 0 < result[name]["min"] <= result[name]["median"] <= result[name]["max"]
         # The bounds of test_newton_schulz.py; Gaussian matrices have values below 1e-3 of the norm.
         assert result["relative_error"] < (1e-4 if result["dtype"] == "float32" else 0.04)

@@ -227,7 +227,7 @@ class NewtonSchulzResult:
     milliseconds: float
     time_to_products: Ratio
     time_to_float32_products: Ratio
-    stacked_to_one_by_one: Ratio
+    stacked_to_each: Ratio
     relative_error: float
     smallest_singular_value: float
     largest_singular_value: float

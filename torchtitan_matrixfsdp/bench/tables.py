@@ -110,7 +110,7 @@ def newton_schulz_text(report: NewtonSchulzReport) -> str:
             f"{result.milliseconds:.1f}",
             _ratio(result.time_to_products),
             _ratio(result.time_to_float32_products),
-            _ratio(result.stacked_to_one_by_one),
+            _ratio(result.stacked_to_each),
             f"{result.relative_error:.1e}",
             f"{result.smallest_singular_value:.3f} to {result.largest_singular_value:.3f}",
         ]
@@ -122,7 +122,7 @@ def newton_schulz_text(report: NewtonSchulzReport) -> str:
         "ms",
         "time / products",
         "time / float32 products",
-        "one bmm / one by one",
+        "one bmm / each",
         "error",
         "singular values",
     ]

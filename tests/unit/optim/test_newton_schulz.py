@@ -62,6 +62,14 @@ def test_bfloat16_is_near_the_exact_result(shape: tuple[int, int]) -> None:
     assert relative_difference(found, exact) < BF16_NOISE
 
 
+def test_the_norm_of_a_large_matrix_is_exact_to_float32() -> None:
+    """One float32 sum of all squares would be off by 8e-5, products of one step are by 1e-7."""
+    matrix = random_matrix((64, 1 << 16), torch.float32)
+    found = newton_schulz(matrix, steps=1, compute_dtype=torch.float32)
+    exact = newton_schulz(matrix, steps=1, compute_dtype=torch.float64)
+    assert relative_difference(found, exact) < 2e-6
+
+
 def test_singular_values_go_to_one_and_singular_vectors_stay() -> None:
     left, _ = torch.linalg.qr(random_matrix((24, 24), seed=1))
     right, _ = torch.linalg.qr(random_matrix((40, 24), seed=2))
