@@ -117,13 +117,15 @@ class KroneckerOptimizer(MatrixOptimizerBase):
         torch's own would cast all but ``step`` to the parameter's dtype: factors to bfloat16.
 
         Raises:
-            ValueError: other groups, names or shapes than this optimizer's.
+            ValueError: other groups, names or shapes than this optimizer's, or an illegal option.
         """
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"parameters per group: received {saved_sizes}; legal: {sizes}")
+        for saved in saved_groups:
+            self._check(saved)
         pairs = [
             (param, self.state[param], state_dict["state"].get(key, {}))
             for group, saved in zip(self.param_groups, saved_groups, strict=True)

@@ -171,6 +171,11 @@ def test_state_of_another_optimizer_is_refused(make: Make) -> None:
     other = make(params, **common(**{names[make is make_soap]: 5})).state_dict()
     with pytest.raises(ValueError, match=r"state of parameter 0: received .*exp_avg"):
         optimizer.load_state_dict(other)
+    broken = copy.deepcopy(before)
+    broken["param_groups"][0]["precondition_frequency"] = 0
+    broken["state"][0]["step"].fill_(7)
+    with pytest.raises(ValueError, match="precondition_frequency: received 0"):
+        optimizer.load_state_dict(broken)
     for index, state in before["state"].items():
         for name, tensor in state.items():
             assert torch.equal(tensor, optimizer.state_dict()["state"][index][name])
