@@ -199,12 +199,17 @@ class Job:
         return groups
 
     def train_plain(self, steps: int = STEPS) -> list[torch.Tensor]:
-        """The oracle: the plain class on whole matrices."""
-        params = [w.clone().requires_grad_() for w in self.draw(0)]
+        """The oracle: the plain class on whole matrices. A foreign class gets contiguous ones, as
+        it does from an owner: pytorch-optimizer's SOAP depends on strides."""
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.contiguous() if self.subject.is_foreign else tensor
+
+        params = [given(w).clone().requires_grad_() for w in self.draw(0)]
         optimizer = self.subject.make_plain(self.grouped(params))
         for step in range(steps):
             for param, grad in zip(params, self.gradients(step), strict=True):
-                param.grad = grad
+                param.grad = given(grad)
             optimizer.step()
         return [param.detach() for param in params]
 
