@@ -1,8 +1,9 @@
 """One contract for every optimizer: what the suite runs on each rank.
 
 The model is a bag of matrices whose gradient is known: the loss is the inner product of each weight
-with a matrix that the test chooses, a W-th of it on each rank (W a power of two), so the owner's
-sum is that matrix to the bit, and any difference from the plain class is the optimizer's.
+with a matrix that the test chooses, a W-th of it on each rank. W is a power of two and the matrix
+has few digits, so the owner's sum is that matrix to the bit in any order, and any difference from
+the plain class is the optimizer's.
 """
 
 from __future__ import annotations
@@ -106,13 +107,14 @@ OURS: dict[str, Subject] = {
 }
 
 
-def subjects() -> dict[str, Subject]:
-    """All of them; imports the libraries."""
-    foreign = {
-        "torch.optim:Muon": _SETTINGS,
-        "pytorch_optimizer:SOAP": {**_SETTINGS, "precondition_frequency": 2},
-        "heavyball:SOAP": _SETTINGS,
-    }
+def subjects(with_libraries: bool) -> dict[str, Subject]:
+    """All of them; those of other libraries, which are slow to import and to step, on demand."""
+    foreign: dict[str, Any] = {"torch.optim:Muon": _SETTINGS}
+    if with_libraries:
+        foreign |= {
+            "pytorch_optimizer:SOAP": {**_SETTINGS, "precondition_frequency": 2},
+            "heavyball:SOAP": _SETTINGS,
+        }
     return OURS | {
         name: Subject(
             library_class(name),
@@ -183,7 +185,8 @@ class Job:
         return found
 
     def gradients(self, step: int) -> list[torch.Tensor]:
-        found = self.draw(100 + step)
+        """The global gradients, of bfloat16's few digits."""
+        found = [g.to(torch.bfloat16).to(g.dtype) for g in self.draw(100 + step)]
         is_zero = [step >= self.zero_from or i in self.zero for i in range(len(found))]
         return [g * 0 if z else g for g, z in zip(found, is_zero, strict=True)]
 
