@@ -22,7 +22,7 @@ exactly. The sets of ``COEFFICIENTS``:
 Two rules hold on the CPU. (a) A matrix is orthogonalised by itself, in contiguous memory of its
 own, also when it is one of a batch. MKL's sums depend on the number of matrices in a ``bmm``, on
 where each of them starts and on the threads, and an owner's matrices differ with the number of
-ranks: a result would depend on the owner's other matrices. So it does not, to the bit. From 128
+ranks: a result would depend on the owner's other matrices. So it does not, to the bit. From 256
 rows on one ``bmm`` for all is no faster (the ``newton-schulz`` benchmark measures it). (b) Where
 there are no bfloat16 instructions, a bfloat16 product is a float32 product of the same values,
 rounded to bfloat16: what such instructions compute, several times faster than without them.
