@@ -28,6 +28,7 @@ from torchtitan_matrixfsdp.layout import (
     worked_numels,
 )
 from torchtitan_matrixfsdp.optim.base import PendingUpdate
+from torchtitan_matrixfsdp.optim.muon import Muon
 from torchtitan_matrixfsdp.optim.newton_schulz import newton_schulz
 
 WholeFunction = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -144,10 +145,10 @@ def require_one_dtype(tensors: Iterable[torch.Tensor], who: str) -> None:
 
 
 def orthogonalise_wholes(
-    entries: Sequence[PendingUpdate], wholes: Sequence[torch.Tensor], dtype: torch.dtype
+    muon: Muon, entries: Sequence[PendingUpdate], wholes: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Newton-Schulz on the whole matrix of each entry, with as many steps as its group asks for."""
+    """``muon``'s orthogonalisation of the whole matrix of each entry."""
     return [
-        newton_schulz(whole, steps=group["ns_steps"], compute_dtype=dtype)
+        newton_schulz(whole, steps=group["ns_steps"], compute_dtype=muon._ns_dtype)
         for (_, _, group), whole in zip(entries, wholes, strict=True)
     ]

@@ -139,7 +139,7 @@ class GatherMuon(RowShardMuon):
             rows = wrap_like(self._average(param, grad, group), whole_param)
             assert isinstance(rows, DTensor)
             entry = (param, grad, group)
-            (whole,) = orthogonalise_wholes([entry], [rows.full_tensor()], self._ns_dtype)
+            (whole,) = orthogonalise_wholes(self, [entry], [rows.full_tensor()])
             ranks = row_group(whole_param)
             if ranks is not None:
                 chunk = row_chunk_numel(whole_param.shape, ranks.size())
@@ -184,7 +184,7 @@ class GatherOnceMuon(PackedMuon):
         updates = [self._average(*entry) for entry in pending]
         matrices = [self._matrices[self._index[param]] for param, _, _ in pending]
         wholes = self._gather(updates, matrices, self._group)
-        results = orthogonalise_wholes(pending, wholes, self._ns_dtype)
+        results = orthogonalise_wholes(self, pending, wholes)
         rank = self._group.rank()
         for (param, _, group), matrix, result in zip(pending, matrices, results, strict=True):
             rows = result[rank * matrix.chunk : (rank + 1) * matrix.chunk]
@@ -237,7 +237,7 @@ class AllToAllMuon(PackedMuon):
         def orthogonalise(
             indices: Sequence[int], wholes: Sequence[torch.Tensor]
         ) -> Sequence[torch.Tensor]:
-            return orthogonalise_wholes([entries[i] for i in indices], wholes, self._ns_dtype)
+            return orthogonalise_wholes(self, [entries[i] for i in indices], wholes)
 
         updates = {index: self._average(*entry) for index, entry in entries.items()}
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)

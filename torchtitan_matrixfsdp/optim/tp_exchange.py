@@ -92,7 +92,7 @@ class TensorParallelMuon(Muon):
         def orthogonalise(
             indices: Sequence[int], wholes: Sequence[torch.Tensor]
         ) -> Sequence[torch.Tensor]:
-            return orthogonalise_wholes([cut[i] for i in indices], wholes, self._ns_dtype)
+            return orthogonalise_wholes(self, [cut[i] for i in indices], wholes)
 
         updates = {index: self._average(*entry) for index, entry in cut.items()}
         directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)
