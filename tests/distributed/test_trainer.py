@@ -155,6 +155,10 @@ def _options(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
         "never reshard": [*job, "--parallelism.fsdp_reshard_after_forward=never"],
         "always reshard": [*job, "--parallelism.fsdp_reshard_after_forward=always"],
         "role_greedy": [*job, "--owner_fsdp.planner=role_greedy"],
+        "zero1": [*job, "--owner_fsdp.mode=zero1"],
+        "gather once": [*job, *STOCK, "--owner_fsdp.stock_step=gather_once"],
+        "all to all": [*job, *STOCK, "--owner_fsdp.stock_step=all_to_all"],
+        "accumulate zero1": [*accumulate, "--owner_fsdp.mode=zero1"],
         "qwen": qwen,
         "qwen stock": [*qwen, *STOCK],
         "qwen ddp": [*qwen, *ddp()],
@@ -167,10 +171,13 @@ def _options(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
 
 
 def test_options_change_nothing_but_cost(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
-    """W=2: activation checkpointing, resharding and planner leave every bit alone; tied Qwen3
-    (case 25), accumulation (case 2) and AdamW on owned matrices equal their baselines."""
+    """W=2: activation checkpointing, resharding, planner, mode and the stock step leave every bit
+    alone; tied Qwen3 (case 25), accumulation (case 2) and AdamW on owned matrices equal their
+    baselines."""
     for found in run_ranks(_options, 2, corpus_dir, tmp_path, timeout_s=280):
-        for same in ("full AC", "selective AC", "never reshard", "always reshard", "role_greedy"):
+        compared = list(found)[: list(found).index("accumulate zero1")]
+        assert {"full AC", "never reshard", "zero1", "all to all"} < set(compared)
+        for same in compared:
             assert found[same].final == found["plain"].final, same
             assert found[same].losses == found["plain"].losses, same
         for ours, other in (
@@ -181,6 +188,7 @@ def test_options_change_nothing_but_cost(corpus_dir: CorpusPaths, tmp_path: Path
         ):
             assert relative(found[ours].losses, found[other].losses) < 1e-5, other
             assert relative(found[ours].norms, found[other].norms) < 1e-5, other
+        assert found["accumulate zero1"].final == found["accumulate"].final
         assert found["qwen"].final == found["qwen stock"].final
         assert found["adamw"].final == found["adamw stock"].final
         assert found["adamw"].final != found["plain"].final
