@@ -29,6 +29,7 @@ from torchtitan_matrixfsdp.optim import (
     Muon,
     Shampoo,
     create_adam_state,
+    logical_shapes,
 )
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 
@@ -60,7 +61,7 @@ class Subject:
 
     def make_inner(self, groups: Any, of_local: Mapping[torch.Tensor, torch.Tensor]) -> Optimizer:
         """What runs on owners."""
-        shapes = {local: tuple(param.shape) for local, param in of_local.items()}
+        shapes = logical_shapes(of_local)
         if self.is_foreign:
             assert isinstance(self.plain, type)
             return ForeignOptimizer(groups, self.plain, self.options, shapes)

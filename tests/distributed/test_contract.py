@@ -24,6 +24,7 @@ from tests.distributed.contract import (
     worst,
 )
 from tests.harness import run_ranks
+from torchtitan_matrixfsdp.optim import LocalStepOptimizer
 
 # Gradients are equal to the bit. What is left is the order of sums within a batch of matrices.
 TOLERANCE = 1e-12
@@ -77,6 +78,7 @@ def _equals_plain(subject: Subject, shapes: Any) -> float:
 EQUALS: Check = ("_equals_plain", (SHAPES,))
 GROUPS: Check = ("_honours_groups", ())
 ZERO: Check = ("_survives_zero", ())
+SHAPELESS: Check = ("_without_shapes", ())
 STATES: dict[str, Check] = {
     str(dtype): ("_state_by_rank", (dtype,)) for dtype in (torch.float32, torch.bfloat16)
 }
@@ -96,7 +98,7 @@ def with_one_rank() -> Found:
 
 @pytest.fixture(scope="module")
 def with_two_ranks() -> Found:
-    return _found(2, EQUALS, GROUPS, ZERO, *RESUMES.values())
+    return _found(2, EQUALS, GROUPS, ZERO, SHAPELESS, *RESUMES.values())
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,23 @@ def test_groups_have_rates_and_decays_of_their_own(with_two_ranks: Found) -> Non
     """Case 28."""
     for name, errors in with_two_ranks[GROUPS].items():
         assert max(errors) <= TOLERANCE, name
+
+
+def _without_shapes(subject: Subject) -> str:
+    job = Job(subject)
+    params = list(job.shard(mesh_of_all())[0].parameters())
+    if subject.is_foreign or subject.plain is torch.optim.AdamW:
+        return "needs none, or is tried with them"
+    with pytest.raises(ValueError) as raised:
+        LocalStepOptimizer(params, lambda groups, of_local: subject.make_plain(groups))
+    return str(raised.value)
+
+
+def test_an_optimizer_must_know_the_logical_shapes(with_two_ranks: Found) -> None:
+    """Case 18: on a rank without the matrix its state would be named by the shape of nothing."""
+    for name in ("Muon", "Shampoo", "SOAP"):
+        for message in with_two_ranks[SHAPELESS][name]:
+            assert "must pass logical_shapes=logical_shapes(of_local)" in message, name
 
 
 def _survives_zero(subject: Subject) -> dict[str, bool]:

@@ -44,7 +44,7 @@ from tests.distributed.toy import (
 from tests.harness import run_ranks
 from torchtitan_matrixfsdp.comm import Traffic, TransportFactory
 from torchtitan_matrixfsdp.layout import make_plan
-from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon
+from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon, logical_shapes
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 
 
@@ -373,7 +373,9 @@ def _groups() -> tuple[list[float], float, float]:
     )
     matrices = LocalStepOptimizer(
         [p for n, p in named if p.ndim == 2 and n.startswith("layers")],
-        lambda groups, of_local: Muon(groups, lr=0.0, ns_dtype=torch.float64),
+        lambda groups, of_local: Muon(
+            groups, lr=0.0, ns_dtype=torch.float64, logical_shapes=logical_shapes(of_local)
+        ),
     )
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
     norms = []

@@ -34,7 +34,13 @@ from torchtitan_matrixfsdp.layout import (
     make_plan,
     route,
 )
-from torchtitan_matrixfsdp.optim import LocalStepOptimizer, Muon, create_adam_state, stock_muon
+from torchtitan_matrixfsdp.optim import (
+    LocalStepOptimizer,
+    Muon,
+    create_adam_state,
+    logical_shapes,
+    stock_muon,
+)
 from torchtitan_matrixfsdp.runtime import (
     OwnerContext,
     OwnerDTensor,
@@ -252,7 +258,7 @@ def make_optimizers(
         options = {**MUON, "ns_dtype": run.ns_dtype}
         if run.mode == "stock":
             return stock_muon(run.stock_step, groups, of_local, TrafficCounter(), **options)
-        return Muon(groups, **options)
+        return Muon(groups, logical_shapes=logical_shapes(of_local), **options)
 
     def adamw(groups, of_local):
         optimizer = torch.optim.AdamW(groups, **ADAMW)

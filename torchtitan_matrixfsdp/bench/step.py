@@ -34,7 +34,13 @@ from torchtitan_matrixfsdp.layout import (
     fsdp_accounts,
     owner_accounts,
 )
-from torchtitan_matrixfsdp.optim import GatherMuon, LocalStepOptimizer, Muon, create_adam_state
+from torchtitan_matrixfsdp.optim import (
+    GatherMuon,
+    LocalStepOptimizer,
+    Muon,
+    create_adam_state,
+    logical_shapes,
+)
 from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
 
 _LAYERS = 3
@@ -153,7 +159,9 @@ def _optimizers(model: nn.Module, is_stock: bool) -> list[LocalStepOptimizer]:
     others = [p for p in model.parameters() if p.ndim != 2]
 
     def muon(groups: list[dict[str, Any]], of_local: Mapping[torch.Tensor, torch.Tensor]) -> Muon:
-        return GatherMuon(groups, of_local) if is_stock else Muon(groups)
+        if is_stock:
+            return GatherMuon(groups, of_local)
+        return Muon(groups, logical_shapes=logical_shapes(of_local))
 
     def adamw(groups: list[dict[str, Any]], of_local: object) -> torch.optim.AdamW:
         optimizer = torch.optim.AdamW(groups)

@@ -23,21 +23,33 @@ from torch.optim import AdamW, Optimizer
 from torchtitan_matrixfsdp.bench.blocks import LlamaShape, ShapeBlock, matrix_blocks, plan_blocks
 from torchtitan_matrixfsdp.bench.ranks import rank_device, rank_mesh
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter, TransportFactory, view_segment
-from torchtitan_matrixfsdp.layout import largest_first, muon_flops
+from torchtitan_matrixfsdp.layout import (
+    largest_first,
+    muon_flops,
+    shampoo_root_flops,
+    soap_basis_flops,
+)
 from torchtitan_matrixfsdp.optim import (
+    SOAP,
     LocalStepOptimizer,
     Muon,
     RowShardMuon,
+    Shampoo,
     create_adam_state,
+    logical_shapes,
     stock_muon,
 )
 from torchtitan_matrixfsdp.runtime import OwnerContext, OwnerDTensor, owner_shard
 
 DTYPE = torch.float32  # of weights, gradients and state
 _MUON: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
+# Every step refreshes every matrix, so that all steps cost the same, and the most.
+_REFRESHED: Mapping[str, Any] = {"lr": 1e-3, "precondition_frequency": 1, "stagger": False}
+_SIDE = 2048  # with these sides no matrix here is cut or left without a basis
 _ADAMW: Mapping[str, Any] = {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 Params: TypeAlias = Sequence[torch.Tensor] | list[dict[str, Any]]
+LogicalShapes: TypeAlias = Mapping[torch.Tensor, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,12 @@ class OptimizerChoice:
 
     Attributes:
         build: makes it from plain parameters or groups of them, its state included; its costly part
-            computes in the given dtype.
+            computes in the given dtype. The shapes are those of parameters that are empty here.
         cost: work on a matrix of a shape, in units of its own; the ideal's shares are even in it.
         modes: those that have a meaning for it.
     """
 
-    build: Callable[[Params, torch.dtype], Optimizer]
+    build: Callable[[Params, torch.dtype, LogicalShapes], Optimizer]
     cost: Callable[[Sequence[int]], int]
     modes: tuple[str, ...]
 
@@ -158,13 +170,13 @@ class _Plain(StepMode):
 def single_device(problem: Problem) -> StepMode:
     """Every matrix whole on every rank: what all modes must agree with."""
     rows = {shard.fqn: slice(None) for shard in problem.shards}
-    return _Plain(problem, rows, lambda params: problem.choice.build(params, problem.compute))
+    return _Plain(problem, rows, lambda params: problem.choice.build(params, problem.compute, {}))
 
 
 def _ideal(problem: Problem) -> StepMode:
     mine = zip(problem.shards, problem.ideal_workers(), strict=True)
     rows = {shard.fqn: slice(None) for shard, worker in mine if worker == dist.get_rank()}
-    return _Plain(problem, rows, lambda params: problem.choice.build(params, problem.compute))
+    return _Plain(problem, rows, lambda params: problem.choice.build(params, problem.compute, {}))
 
 
 def _adamw(**implementation: Any) -> Callable[[Problem], StepMode]:
@@ -201,7 +213,9 @@ class _Zero3(_Counted):
                 param.grad = param.like(whole if param.is_owner else whole[:0].clone())
         self._optimizer = LocalStepOptimizer(
             list(self.params.values()),
-            lambda groups, of_local: problem.choice.build(groups, problem.compute),
+            lambda groups, of_local: problem.choice.build(
+                groups, problem.compute, logical_shapes(of_local)
+            ),
         )
 
     def step(self) -> None:
@@ -350,11 +364,19 @@ OTHER_MATHS = ("adamw_foreach", "adamw_fused")
 _OURS = ("ideal", "zero3", "zero1")
 
 
-def _build_muon(params: Params, compute: torch.dtype) -> Optimizer:
-    return Muon(params, ns_dtype=compute, **_MUON)
+def _build_muon(params: Params, compute: torch.dtype, shapes: LogicalShapes) -> Optimizer:
+    return Muon(params, ns_dtype=compute, logical_shapes=shapes, **_MUON)
 
 
-def _build_adamw(params: Params, compute: torch.dtype) -> Optimizer:
+def _build_shampoo(params: Params, compute: torch.dtype, shapes: LogicalShapes) -> Optimizer:
+    return Shampoo(params, logical_shapes=shapes, **_REFRESHED)
+
+
+def _build_soap(params: Params, compute: torch.dtype, shapes: LogicalShapes) -> Optimizer:
+    return SOAP(params, logical_shapes=shapes, **_REFRESHED)
+
+
+def _build_adamw(params: Params, compute: torch.dtype, shapes: LogicalShapes) -> Optimizer:
     optimizer = AdamW(params, foreach=True, **_ADAMW)
     create_adam_state(optimizer)
     return optimizer
@@ -363,6 +385,10 @@ def _build_adamw(params: Params, compute: torch.dtype) -> Optimizer:
 OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
     {
         "muon": OptimizerChoice(_build_muon, lambda shape: muon_flops(shape, 5), tuple(MODES)),
+        "shampoo": OptimizerChoice(
+            _build_shampoo, lambda shape: shampoo_root_flops(shape, _SIDE), _OURS
+        ),
+        "soap": OptimizerChoice(_build_soap, lambda shape: soap_basis_flops(shape, _SIDE), _OURS),
         "adamw": OptimizerChoice(_build_adamw, lambda shape: shape[0] * shape[1], _OURS),
     }
 )

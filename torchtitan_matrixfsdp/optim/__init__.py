@@ -3,7 +3,7 @@
 Imports ``layout``, ``comm`` and ``runtime``.
 """
 
-from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase
+from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, logical_shapes
 from torchtitan_matrixfsdp.optim.foreign import ForeignOptimizer
 from torchtitan_matrixfsdp.optim.foreign_state import ForeignStateError
 from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_adam_state
@@ -52,6 +52,7 @@ __all__ = [
     "Split",
     "TensorParallelMuon",
     "create_adam_state",
+    "logical_shapes",
     "lr_scale",
     "newton_schulz",
     "newton_schulz_each",

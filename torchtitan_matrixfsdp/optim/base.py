@@ -102,3 +102,10 @@ class MatrixOptimizerBase(Optimizer):
         """Zeros of ``shape`` where the matrix is, numel 0 elsewhere."""
         here = shape if param.numel() > 0 else (0, *shape[1:])
         return torch.zeros(here, dtype=dtype or param.dtype, device=param.device)
+
+
+def logical_shapes(
+    of_local: Mapping[torch.Tensor, torch.Tensor],
+) -> dict[torch.Tensor, tuple[int, ...]]:
+    """The shape of the whole parameter of each local tensor, for ``logical_shapes``."""
+    return {local: tuple(param.shape) for local, param in of_local.items()}

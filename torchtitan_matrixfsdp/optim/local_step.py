@@ -46,6 +46,7 @@ class LocalStepOptimizer(Optimizer):
 
     Raises:
         TypeError: the inner optimizer has state that can be shown in no layout.
+        ValueError: a matrix optimizer that was not told the logical shapes.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class LocalStepOptimizer(Optimizer):
             {**options, "params": group["params"]}
             for options, group in zip(self.inner.param_groups, groups, strict=True)
         ]
+        if isinstance(self.inner, MatrixOptimizerBase):
+            _check_logical_shapes(self.inner, self._local)
         # What `state` shows, as the inner optimizer has it.
         self._shown: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._is_built = False
@@ -215,6 +218,19 @@ def create_adam_state(optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(param, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
             }
+
+
+def _check_logical_shapes(
+    inner: MatrixOptimizerBase, local_of: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    """A rank without a matrix would otherwise name its state by the shape of nothing."""
+    for param, local in local_of.items():
+        if inner.logical_shape(local) != tuple(param.shape):
+            raise ValueError(
+                f"{type(inner).__name__} takes a matrix of shape {tuple(param.shape)} for one of "
+                f"{inner.logical_shape(local)}, the local part; the factory must pass "
+                "logical_shapes=logical_shapes(of_local)"
+            )
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterator[Any]:

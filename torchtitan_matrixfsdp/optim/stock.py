@@ -34,7 +34,7 @@ from torchtitan_matrixfsdp.layout import (
     ring_volume,
     row_chunk_numel,
 )
-from torchtitan_matrixfsdp.optim.base import PendingUpdate
+from torchtitan_matrixfsdp.optim.base import PendingUpdate, logical_shapes
 from torchtitan_matrixfsdp.optim.exchange import (
     FragmentExchange,
     require_one_dtype,
@@ -68,8 +68,7 @@ class RowShardMuon(Muon):
         counter: TrafficCounter | None = None,
         **options: Any,
     ) -> None:
-        shapes = {local: tuple(whole.shape) for local, whole in of_local.items()}
-        super().__init__(params, logical_shapes=shapes, **options)
+        super().__init__(params, logical_shapes=logical_shapes(of_local), **options)
         self._counter = counter or TrafficCounter()
         every_param = [p for group in self.param_groups for p in group["params"]]
         self._sharded = {p: w for p in every_param if isinstance(w := of_local[p], DTensor)}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter
 from torchtitan_matrixfsdp.layout import cut_matrices
-from torchtitan_matrixfsdp.optim.base import PendingUpdate
+from torchtitan_matrixfsdp.optim.base import PendingUpdate, logical_shapes
 from torchtitan_matrixfsdp.optim.exchange import (
     FragmentExchange,
     require_one_dtype,
@@ -55,8 +55,7 @@ class TensorParallelMuon(Muon):
         **options: Any,
     ) -> None:
         self._of_local = of_local
-        shapes = {local: tuple(whole.shape) for local, whole in of_local.items()}
-        super().__init__(params, logical_shapes=shapes, **options)
+        super().__init__(params, logical_shapes=logical_shapes(of_local), **options)
         self._index: dict[torch.Tensor, int] = {}
         dims: list[int] = []
         for param in (p for group in self.param_groups for p in group["params"]):

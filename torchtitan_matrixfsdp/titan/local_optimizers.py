@@ -23,6 +23,7 @@ from torchtitan_matrixfsdp.optim import (
     Split,
     TensorParallelMuon,
     create_adam_state,
+    logical_shapes,
     stock_muon,
     tensor_parallel_cut,
 )
@@ -52,7 +53,7 @@ def build_matrix_optimizer(
     config = setup.matrix_optimizer
 
     def make(groups: list[dict[str, Any]], of_local: Locals) -> Optimizer:
-        shapes = {local: tuple(param.shape) for local, param in of_local.items()}
+        shapes = logical_shapes(of_local)
         if config.class_path:
             cls = import_class(config.class_path)
             options = class_options(cls, config.kwargs, config.lr, config.weight_decay)
@@ -92,8 +93,7 @@ def _muon(
         return stock_muon(setup.stock_step, groups, of_local, setup.counter, **options)
     if any(tensor_parallel_cut(param) is not None for param in of_local.values()):
         return TensorParallelMuon(groups, of_local, setup.counter, **options)
-    shapes = {local: tuple(param.shape) for local, param in of_local.items()}
-    return Muon(groups, logical_shapes=shapes, **options)
+    return Muon(groups, logical_shapes=logical_shapes(of_local), **options)
 
 
 def _muon_options(config: MatrixOptimizer) -> dict[str, Any]:

@@ -12,7 +12,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_matrixfsdp.optim import ForeignOptimizer, ForeignStateError, LocalStepOptimizer
+from torchtitan_matrixfsdp.optim import (
+    ForeignOptimizer,
+    ForeignStateError,
+    LocalStepOptimizer,
+    logical_shapes,
+)
 
 SHAPES = ((8, 6), (6, 8), (5, 5), (1, 7))
 ABSENT = (9, 4)  # another rank owns it
@@ -61,8 +66,7 @@ def foreign(name: str, params: Any, **options: Any) -> ForeignOptimizer:
 
 def wrapped(name: str, params: Any) -> LocalStepOptimizer:
     def factory(groups: Any, of_local: Any) -> ForeignOptimizer:
-        shapes = {local: tuple(param.shape) for local, param in of_local.items()}
-        return ForeignOptimizer(groups, load(name), CLASSES[name], shapes)
+        return ForeignOptimizer(groups, load(name), CLASSES[name], logical_shapes(of_local))
 
     return LocalStepOptimizer(params, factory)
 
