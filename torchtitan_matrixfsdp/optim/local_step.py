@@ -79,6 +79,7 @@ class LocalStepOptimizer(Optimizer):
             _check_logical_shapes(self.inner, self._local)
         # What `state` shows, as the inner optimizer has it.
         self._shown: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._empty_gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._is_built = False
         super().__init__(outer_groups, {})
         self._is_built = True
@@ -109,11 +110,11 @@ class LocalStepOptimizer(Optimizer):
                 loss = closure()
         self._hand_options_in()
         for param, local in self._local.items():
-            current = _plain(param)
-            if local.numel() == 0 and current.numel() > 0:
+            if local.numel() == 0:
                 # Stepped elsewhere: an empty gradient, so that step counters agree.
-                local.grad = None if param.grad is None else torch.zeros_like(local)
+                local.grad = None if param.grad is None else self._nothing(local)
                 continue
+            current = _plain(param)
             if current.data_ptr() != local.data_ptr():
                 # `to_empty` and `param.data = ...` give a parameter another storage; follow it.
                 local.data = current.detach()
@@ -164,6 +165,13 @@ class LocalStepOptimizer(Optimizer):
     def _hand_options_in(self) -> None:
         for group, inner_group in self._group_pairs():
             inner_group.update({k: v for k, v in group.items() if k != "params"})
+
+    def _nothing(self, local: torch.Tensor) -> torch.Tensor:
+        """An empty gradient of ``local``, the same one in every step."""
+        found = self._empty_gradients.get(local)
+        if found is None:
+            found = self._empty_gradients[local] = torch.zeros_like(local, requires_grad=False)
+        return found
 
     def _group_pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         return zip(self.param_groups, self.inner.param_groups, strict=True)

@@ -188,7 +188,8 @@ class Muon(MatrixOptimizerBase):
             )
 
     def _update(self, pending: Sequence[PendingUpdate]) -> None:
-        for batch in self._batches(pending):
+        # A rank owns a part of the list, and has nothing to do for the rest.
+        for batch in self._batches([entry for entry in pending if entry[0].numel() > 0]):
             params = [param for param, _, _ in batch]
             updates = [self._average(*entry) for entry in batch]
             directions = self._orthogonalise(params, updates, batch[0][2]["ns_steps"])
