@@ -27,7 +27,31 @@ TOML_FAULTS: dict[str, tuple[tuple[str, str], list[str]]] = {
     ),
     "unknown mode": (
         ('mode = "zero3"', 'mode = "zero2"'),
-        ["owner_fsdp.mode", "'zero2'", "zero3", "stock"],
+        ["owner_fsdp.mode", "'zero2'", "zero3", "zero1", "stock"],
+    ),
+    "unknown stock step": (
+        ('mode = "zero3"', 'stock_step = "scatter"'),
+        ["owner_fsdp.stock_step", "'scatter'", "gather", "gather_once", "all_to_all"],
+    ),
+    "a class that is not installed": (
+        ('name = "Muon"', 'class = "nowhere_at_all:Muon"'),
+        ["matrix_optimizer.class", "'nowhere_at_all:Muon'", "No module named", "install"],
+    ),
+    "arguments that a class does not take": (
+        ("[optimizer]", "[matrix_optimizer.kwargs]\nns_step = 3\n[optimizer]"),
+        ["matrix_optimizer.kwargs", "'ns_step': 3", "matrix_optimizer.class"],
+    ),
+    "a split of nothing": (
+        ("[optimizer]", "[matrix_optimizer.split]\n'wq(' = \"heads\"\n[optimizer]"),
+        ["matrix_optimizer.split", "wq(", "regular expressions"],
+    ),
+    "an option of SOAP out of range": (
+        ("[optimizer]", "[matrix_optimizer.soap]\nbeta2 = 1.0\n[optimizer]"),
+        ["matrix_optimizer.soap.beta2", "1.0", "< 1"],
+    ),
+    "a misspelt option of Shampoo": (
+        ("[optimizer]", "[matrix_optimizer.shampoo]\nbeta3 = 1.0\n[optimizer]"),
+        ["matrix_optimizer.shampoo.beta3", "unknown key", "did you mean"],
     ),
     "learning rate as a string": (
         ("lr = 0.02", 'lr = "3e-4"'),
@@ -99,6 +123,14 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
     "momentum out of range, on the command line": (
         ["--matrix_optimizer.momentum=1.0"],
         ["matrix_optimizer.momentum", "1.0"],  # in a box that breaks lines, exit status 2
+    ),
+    "SOAP on rows": (
+        ["--matrix_optimizer.name=SOAP", "--owner_fsdp.mode=stock"],
+        ["matrix_optimizer.name", "'SOAP'", "rows of each matrix", '"zero3"'],
+    ),
+    "resident blocks in a pipeline": (
+        ["--owner_fsdp.mode=zero1", "--parallelism.pipeline_parallel_degree=2"],
+        ["parallelism.pipeline_parallel_degree", "received 2", '"zero1"', "legal: 1"],
     ),
     "a mesh that does not divide": (
         ["--parallelism.data_parallel_shard_degree=3"],

@@ -1,6 +1,6 @@
 """Every optimizer on owners keeps one contract; see ``contract`` for the model and the optimizers.
 
-Cases 1, 2, 6, 8, 10, 11, 13, 14, 17, 20, 22, 27, 28 of the collected bug reports.
+Cases 1, 2, 8, 10, 11, 13, 14, 17, 18, 20, 27, 28 of the collected bug reports.
 """
 
 from __future__ import annotations
