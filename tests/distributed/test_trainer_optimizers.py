@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.distributed.contract import library_class
 from tests.distributed.trainer import CONFIG, Record, run_job
 from tests.harness import run_ranks
 from tests.support import CorpusPaths
@@ -42,6 +43,12 @@ TABLES = {
         betas = [0.9, 0.95]
         precondition_frequency = 2
     """,
+    # Its step() adds to state_dict() by a hook.
+    "heavyball's SOAP": """
+        class = "heavyball:SOAP"
+        [matrix_optimizer.kwargs]
+        precondition_frequency = 2
+    """,
 }
 
 
@@ -63,6 +70,7 @@ def _train(corpus: CorpusPaths, tmp: Path) -> dict[str, dict[str, Record]]:
         "--parallelism.data_parallel_shard_degree=1",
     ]
     save = ["--checkpoint.enable", "--checkpoint.interval=3"]
+    library_class("heavyball:SOAP")  # switches its compilation off
     found: dict[str, dict[str, Record]] = {}
     for number, (name, table) in enumerate(TABLES.items()):
         folder = tmp / f"rank{dist.get_rank()}-{number}"

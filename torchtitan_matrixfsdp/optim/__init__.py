@@ -4,7 +4,7 @@ Imports ``layout``, ``comm`` and ``runtime``.
 """
 
 from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, logical_shapes
-from torchtitan_matrixfsdp.optim.foreign import ForeignOptimizer
+from torchtitan_matrixfsdp.optim.foreign import EXTRAS, ForeignOptimizer
 from torchtitan_matrixfsdp.optim.foreign_state import ForeignStateError
 from torchtitan_matrixfsdp.optim.local_step import LocalStepOptimizer, create_adam_state
 from torchtitan_matrixfsdp.optim.muon import ADJUST_LR, Muon, Split, lr_scale
@@ -34,6 +34,7 @@ from torchtitan_matrixfsdp.optim.tp_exchange import (
 __all__ = [
     "ADJUST_LR",
     "COEFFICIENTS",
+    "EXTRAS",
     "GRAFTING",
     "POLAR_EXPRESS",
     "QUINTIC",

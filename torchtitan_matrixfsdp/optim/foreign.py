@@ -11,7 +11,8 @@ shape a few times, with random gradients, and is dropped. What it then stores is
   tensors of 0 dimensions, because the rank that has the matrix alone knows them;
 - what steps change in the parameter's group (``group.step``) is state like any other;
 - ``None``, strings, sets and dtypes are structure: every step must leave them alone;
-- what the class adds to its ``state_dict()`` by a hook goes along as the option ``extras``;
+- what the class adds to its ``state_dict()`` by a hook goes along, pickled, as the option
+  ``extras``;
 - anything else is refused, as is state that changes names.
 
 A second trial, on one small matrix, shows that nothing else matters (a counter or a random
@@ -30,6 +31,7 @@ a small placeholder instead, so that what it counts for itself goes on.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -308,17 +310,27 @@ def _make(
     return instance
 
 
-def _extras(instance: Optimizer) -> dict[str, Any]:
-    """A copy of what a class adds to its ``state_dict()``: it may go on changing its own."""
+def _extras(instance: Optimizer) -> bytes:
+    """What a class adds to its ``state_dict()``, pickled; nothing, if it adds nothing.
+
+    Opaque to a checkpoint: of a nested dict it would load the entries that a fresh instance has.
+    """
     saved = instance.state_dict()
-    return copy.deepcopy({k: v for k, v in saved.items() if k not in ("state", "param_groups")})
+    extras = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    try:
+        return pickle.dumps(extras) if extras else b""
+    except Exception as error:
+        raise ForeignStateError(
+            f"{class_name(type(instance))} adds {sorted(extras)} to its state_dict(), which cannot "
+            f"be pickled: {error}"
+        ) from error
 
 
-def _load_extras(instance: Optimizer, extras: Mapping[str, Any]) -> None:
+def _load_extras(instance: Optimizer, extras: bytes) -> None:
     if extras:
         # Its own way in; state follows afterwards, which this way would cast.
-        own = copy.deepcopy(dict(extras))
-        instance.load_state_dict({**instance.state_dict(), "state": {}, **own})
+        added = pickle.loads(extras)
+        instance.load_state_dict({**instance.state_dict(), "state": {}, **added})
 
 
 def _placeholder(groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -40,12 +40,12 @@ class NumberLeaf:
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor's place in a template. Strides count: results of matrix products depend on them in
-    the last bit, and a basis from QR is stored by columns."""
+    """A tensor's place in a template. What is loaded gets the same strides: results of matrix
+    products depend on them in the last bit, and a basis from QR is stored by columns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] = field(compare=False)
 
     @property
     def shown_shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_matrixfsdp.layout import canonical_fqn
-from torchtitan_matrixfsdp.optim import Split
+from torchtitan_matrixfsdp.optim import EXTRAS, Split
 from torchtitan_matrixfsdp.runtime import OwnerContext, PartitionedReplicas
 from torchtitan_matrixfsdp.titan.local_optimizers import (
     build_elementwise_optimizer,
@@ -122,8 +122,9 @@ def _with_parameters(optimizers: list[Optimizer]) -> list[Optimizer]:
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
-    """The options of the groups, but the learning rate, which is the scheduler's business."""
-    hidden = ("params", "lr", "initial_lr")
+    """The options of the groups, but the learning rate, which is the scheduler's business, and what
+    is state of a foreign class."""
+    hidden = ("params", "lr", "initial_lr", EXTRAS)
     return {
         f"{key} (group {index})": value
         for index, group in enumerate(optimizer.param_groups)
