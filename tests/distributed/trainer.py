@@ -167,7 +167,7 @@ def add_pointwise_model() -> None:
 
     def parallelize(model: Any, parallel_dims: Any, job_config: Any) -> Any:
         routing = route_model(model, matrix_optimizer_of(job_config))
-        parallelize_parts([model], routing, parallel_dims, job_config)
+        parallelize_parts([model], routing, {}, parallel_dims, job_config)
         return model
 
     spec = replace(
