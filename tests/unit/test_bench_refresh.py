@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_matrixfsdp.bench.__main__ import main
 from torchtitan_matrixfsdp.bench.refresh import REFRESHED, refresh_account
+from torchtitan_matrixfsdp.bench.results import SCHEMA
 from torchtitan_matrixfsdp.optim import SOAP, Shampoo
 
 
@@ -59,7 +60,7 @@ def test_staggering_flattens(optimizer: str, frequency: int, world_size: int) ->
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["refresh", "--json", "--world-sizes", "8"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["command"], document["model"]) == (1, "refresh", "8B")
+    assert (document["schema"], document["command"], document["model"]) == (SCHEMA, "refresh", "8B")
     shampoo, soap = document["accounts"]
     assert (shampoo["optimizer"], soap["optimizer"]) == ("Shampoo", "SOAP")
     assert shampoo["staggered"] == 2_645_699_854_336
