@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 PendingUpdate: TypeAlias = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -76,6 +77,11 @@ class MatrixOptimizerBase(Optimizer):
     def _update(self, pending: Sequence[PendingUpdate]) -> None:
         """One update of the parameters that have a gradient, numel 0 included, in order."""
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :func:`load_in_place`."""
+        load_in_place(self, state_dict)
+        self.state_loaded()
+
     def state_loaded(self) -> None:
         """Called after values were copied into the state tensors."""
 
@@ -102,6 +108,63 @@ class MatrixOptimizerBase(Optimizer):
         """Zeros of ``shape`` where the matrix is, numel 0 elsewhere."""
         here = shape if param.numel() > 0 else (0, *shape[1:])
         return torch.zeros(here, dtype=dtype or param.dtype, device=param.device)
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """Groups of their own, from what a torch optimizer takes: parameters, or groups of them."""
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    return [{**group, "params": list(group["params"])} for group in groups]
+
+
+def load_in_place(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Copy what ``state_dict`` holds into the state tensors that ``optimizer`` has, and take the
+    groups' options. Values are DTensors of the same layout, or plain tensors of the local shapes.
+
+    Unlike torch's own, which replaces state and casts all but ``step`` to the parameter's dtype: a
+    float32 preconditioner of a bfloat16 weight would come back as bfloat16. Hooks of
+    ``register_load_state_dict_*_hook`` are not called.
+
+    Raises:
+        ValueError: other groups, names or shapes than this optimizer's; nothing was changed.
+    """
+    saved_groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(f"parameters per group: received {saved_sizes}; legal: {sizes}")
+    pairs = [
+        (key, optimizer.state[param], state_dict["state"].get(key, {}))
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+        for param, key in zip(group["params"], saved["params"], strict=True)
+    ]
+    for key, state, values in pairs:
+        shapes, saved_shapes = _local_shapes(state), _local_shapes(values)
+        if shapes != saved_shapes:
+            raise ValueError(
+                f"state of parameter {key}: received {saved_shapes}; legal: {shapes}. Load with "
+                "the options of the run that saved it."
+            )
+    with torch.no_grad():
+        for _, state, values in pairs:
+            for name, value in values.items():
+                # A checkpoint that was read in place hands back the very tensor.
+                if state[name] is not value:
+                    local_part(state[name]).copy_(torch.as_tensor(local_part(value)))
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def local_part(value: Any) -> Any:
+    """The local tensor of a DTensor; anything else as it is."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    return value
+
+
+def _local_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(torch.as_tensor(local_part(v)).shape) for name, v in state.items()}
 
 
 def logical_shapes(

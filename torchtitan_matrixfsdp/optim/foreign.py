@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, PendingUpdate
+from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase, PendingUpdate, as_groups
 from torchtitan_matrixfsdp.optim.foreign_state import (
     ForeignStateError,
     NumberLeaf,
@@ -47,7 +47,6 @@ from torchtitan_matrixfsdp.optim.foreign_state import (
     class_name,
     describe,
     restore,
-    values_of,
 )
 
 STARTED = "started"
@@ -85,9 +84,7 @@ class ForeignOptimizer(MatrixOptimizerBase):
         options: Mapping[str, Any],
         logical_shapes: Mapping[torch.Tensor, tuple[int, ...]] | None = None,
     ) -> None:
-        entries = list(params)
-        groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-        groups = [{**group, "params": list(group["params"])} for group in groups]
+        groups = as_groups(params)
         self._class = optimizer_class
         self._options = dict(options)
         self._templates: dict[torch.Tensor, Template] = {}
@@ -182,7 +179,7 @@ class ForeignOptimizer(MatrixOptimizerBase):
     def _collect(self, param: torch.Tensor) -> None:
         """Shows the state that the instance has for ``param``."""
         template, own = self._templates[param], self.state[param]
-        found = describe(self.foreign, param, template.group_keys)
+        found, values = describe(self.foreign, param, template.group_keys)
         if found != template:
             raise ForeignStateError(
                 f"{class_name(self._class)} changed what it stores for a parameter of shape "
@@ -191,7 +188,7 @@ class ForeignOptimizer(MatrixOptimizerBase):
                 f"{dict(template.leaves)}. A checkpoint could not hold both."
             )
         own[STARTED].fill_(1)
-        for name, value in values_of(self.foreign, param, template):
+        for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 shown = value if value.ndim > 0 else value.view(1)
                 if own[name].data_ptr() != shown.data_ptr():
@@ -249,10 +246,10 @@ def trial_resume(
         with _explained(optimizer_class, _RESUME_SHAPE, dtype):
             first.run(_RESUME_STEPS)
         keys = first.changed_in_group()
-        template = describe(first.instance, first.param, keys)
+        template, stored = describe(first.instance, first.param, keys)
         values = {
             name: torch.as_tensor(value, dtype=template.leaves[name].dtype).detach().clone()
-            for name, value in values_of(first.instance, first.param, template)
+            for name, value in stored.items()
         }
         second = _Trial(optimizer_class, options, {}, first.param.detach().clone())
         _load_extras(second.instance, _extras(first.instance))
@@ -286,7 +283,8 @@ def _try_out(
         trial = _Trial(optimizer_class, options, group, _random(shape, dtype, device))
         with _explained(optimizer_class, shape, dtype):
             trial.run(_TRIAL_STEPS)
-        return describe(trial.instance, trial.param, group_keys)
+        template, _ = describe(trial.instance, trial.param, group_keys)
+        return template
 
 
 def _make(

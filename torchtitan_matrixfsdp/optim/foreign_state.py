@@ -6,7 +6,7 @@ See [Note: a foreign class] in ``optim.foreign``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -71,13 +71,17 @@ class Template:
     group_keys: frozenset[str]
 
 
-def describe(instance: Optimizer, param: torch.Tensor, group_keys: frozenset[str]) -> Template:
-    """The template of what ``instance`` stores for ``param`` now.
+def describe(
+    instance: Optimizer, param: torch.Tensor, group_keys: frozenset[str]
+) -> tuple[Template, dict[str, Any]]:
+    """The template of what ``instance`` stores for ``param`` now, and the tensors and numbers in
+    it by flat name.
 
     Raises:
         ForeignStateError: something that is no dense tensor, number or constant.
     """
     leaves: dict[str, Leaf] = {}
+    values: dict[str, Any] = {}
 
     def visit(value: Any, name: str) -> Any:
         if type(value) is dict:
@@ -101,17 +105,11 @@ def describe(instance: Optimizer, param: torch.Tensor, group_keys: frozenset[str
             raise ForeignStateError(
                 f"{class_name(type(instance))} stores two values that flatten to {name!r}"
             )
-        leaves[name] = leaf
+        leaves[name], values[name] = leaf, value
         return ("leaf", name)
 
-    return Template(visit(_stored(instance, param, group_keys), ""), leaves, group_keys)
-
-
-def values_of(
-    instance: Optimizer, param: torch.Tensor, template: Template
-) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that ``instance`` stores for ``param``, by flat name."""
-    return _leaves(_stored(instance, param, template.group_keys), "")
+    structure = visit(_stored(instance, param, group_keys), "")
+    return Template(structure, leaves, group_keys), values
 
 
 def restore(
@@ -151,17 +149,6 @@ def _stored(instance: Optimizer, param: torch.Tensor, group_keys: frozenset[str]
 
 def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _leaves(child, _join(name, key))
-    elif isinstance(value, list | tuple):
-        for index, child in enumerate(value):
-            yield from _leaves(child, _join(name, index))
-    elif isinstance(value, torch.Tensor | bool | int | float):
-        yield name, value
 
 
 def _rebuild(structure: Any, values: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf]) -> Any:

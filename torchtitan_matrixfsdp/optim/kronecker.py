@@ -111,40 +111,15 @@ class KroneckerOptimizer(MatrixOptimizerBase):
         self._update_phases()
         return self._phase_of[param]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy values into the existing state tensors, so that no dtype or device changes.
-
-        torch's own would cast all but ``step`` to the parameter's dtype: factors to bfloat16.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load as the base does, if the options are legal.
 
         Raises:
             ValueError: other groups, names or shapes than this optimizer's, or an illegal option.
         """
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        if sizes != saved_sizes:
-            raise ValueError(f"parameters per group: received {saved_sizes}; legal: {sizes}")
-        for saved in saved_groups:
+        for saved in state_dict["param_groups"]:
             self._check(saved)
-        pairs = [
-            (param, self.state[param], state_dict["state"].get(key, {}))
-            for group, saved in zip(self.param_groups, saved_groups, strict=True)
-            for param, key in zip(group["params"], saved["params"], strict=True)
-        ]
-        for param, state, values in pairs:
-            shapes = {name: tuple(value.shape) for name, value in state.items()}
-            saved_shapes = {name: tuple(value.shape) for name, value in values.items()}
-            if shapes != saved_shapes:
-                raise ValueError(
-                    f"state of parameter {self._index[param]}: received {saved_shapes}; legal: "
-                    f"{shapes}. Load with the options of the run that saved it."
-                )
-        for _, state, values in pairs:
-            for name, tensor in state.items():
-                tensor.copy_(values[name])
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        self.state_loaded()
+        super().load_state_dict(state_dict)
 
     def _create_state(self, group: dict[str, Any]) -> None:
         self._check(group)

@@ -24,7 +24,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_matrixfsdp.optim.base import MatrixOptimizerBase
+from torchtitan_matrixfsdp.optim.base import (
+    MatrixOptimizerBase,
+    as_groups,
+    load_in_place,
+    local_part,
+)
 from torchtitan_matrixfsdp.runtime import check_gradient, wrap_like
 
 InnerFactory = Callable[[list[dict[str, Any]], Mapping[torch.Tensor, torch.Tensor]], Optimizer]
@@ -55,9 +60,7 @@ class LocalStepOptimizer(Optimizer):
         factory: InnerFactory,
         step_view: Callable[[torch.Tensor], DTensor | None] = lambda param: None,
     ) -> None:
-        entries = list(params)
-        groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-        groups = [{**group, "params": list(group["params"])} for group in groups]
+        groups = as_groups(params)
         every_param = [param for group in groups for param in group["params"]]
         self._layout: dict[torch.Tensor, torch.Tensor] = {
             param: _or_itself(step_view(param), param) for param in every_param
@@ -114,12 +117,12 @@ class LocalStepOptimizer(Optimizer):
                 # Stepped elsewhere: an empty gradient, so that step counters agree.
                 local.grad = None if param.grad is None else self._nothing(local)
                 continue
-            current = _plain(param)
+            current = local_part(param)
             if current.data_ptr() != local.data_ptr():
                 # `to_empty` and `param.data = ...` give a parameter another storage; follow it.
                 local.data = current.detach()
             check_gradient(param)
-            local.grad = None if param.grad is None else _plain(param.grad)
+            local.grad = None if param.grad is None else local_part(param.grad)
         self.inner.step()
         for local in self._local.values():
             local.grad = None  # the parameter alone decides how long a gradient lives
@@ -129,35 +132,12 @@ class LocalStepOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy state (DTensors of this layout, or plain tensors) into the state that exists, and
-        take the groups' options.
-
-        Unlike torch's own, which replaces state and casts it to the parameter's dtype: a float32
-        preconditioner of a bfloat16 weight would come back as bfloat16. Hooks of
-        ``register_load_state_dict_*_hook`` are not called.
+        """Load as :func:`~torchtitan_matrixfsdp.optim.base.load_in_place` does.
 
         Raises:
-            ValueError: the groups, the parameters or the names of their state differ.
+            ValueError: the groups, the parameters, or the names or shapes of their state differ.
         """
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved_groups] != sizes:
-            raise ValueError(
-                f"optimizer state of {[len(g['params']) for g in saved_groups]} parameters by "
-                f"group; legal: {sizes}, those of this optimizer"
-            )
-        for key, param in zip(
-            _parameters(saved_groups), _parameters(self.param_groups), strict=True
-        ):
-            saved, here = state_dict["state"].get(key, {}), self.state[param]
-            if saved.keys() != here.keys():
-                raise ValueError(
-                    f"state of parameter {key!r}: received {sorted(saved)}; legal: {sorted(here)}"
-                )
-            for name, value in saved.items():
-                _copy_into(_plain(here[name]), _plain(value))
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
+        load_in_place(self, state_dict)
         self._hand_options_in()
         if isinstance(self.inner, MatrixOptimizerBase):
             self.inner.state_loaded()
@@ -241,27 +221,9 @@ def _check_logical_shapes(
             )
 
 
-def _parameters(groups: list[dict[str, Any]]) -> Iterator[Any]:
-    return (param for group in groups for param in group["params"])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        with torch.no_grad():
-            return value.to_local()
-    return value
-
-
-def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        # A checkpoint that was read in place hands back the very tensor.
-        if target is not value:
-            target.copy_(torch.as_tensor(value))
-
-
 def _or_itself(view: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
     return param if view is None else view
 
 
 def _local_parameter(layout: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return _plain(layout).detach().requires_grad_(requires_grad)
+    return local_part(layout).detach().requires_grad_(requires_grad)

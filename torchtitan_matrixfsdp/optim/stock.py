@@ -216,20 +216,9 @@ class AllToAllMuon(PackedMuon):
 
     step_name = "all_to_all"
 
-    def __init__(
-        self,
-        params: Any,
-        of_local: Mapping[torch.Tensor, torch.Tensor],
-        counter: TrafficCounter | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(params, of_local, counter, **options)
-        self.exchange: FragmentExchange | None = None
-        if self._group is not None:
-            self.exchange = FragmentExchange(self._matrices, self._group, self._counter, STOCK_STEP)
-
     def _update_rows(self, pending: Sequence[PendingUpdate]) -> None:
-        assert self.exchange is not None
+        assert self._group is not None
+        exchange = FragmentExchange(self._matrices, self._group, self._counter, STOCK_STEP)
         entries = {self._index[entry[0]]: entry for entry in pending}
 
         def orthogonalise(
@@ -238,7 +227,7 @@ class AllToAllMuon(PackedMuon):
             return self._orthogonalise_wholes([entries[i] for i in indices], wholes)
 
         updates = {index: self._average(*entry) for index, entry in entries.items()}
-        directions = self.exchange.apply(updates, orthogonalise, self._ns_dtype)
+        directions = exchange.apply(updates, orthogonalise, self._ns_dtype)
         for index, (param, _, group) in entries.items():
             self._apply(param, directions[index], group)
 

@@ -24,6 +24,7 @@ from torchtitan_matrixfsdp.optim import LocalStepOptimizer, TensorParallelMuon
 from torchtitan_matrixfsdp.titan.checks import ConfigError
 from torchtitan_matrixfsdp.titan.job_config import OwnerFSDP
 from torchtitan_matrixfsdp.titan.model import OwnerLlama3, OwnerQwen3
+from torchtitan_matrixfsdp.titan.optimizer_checks import shard_degree
 
 _KEY = "parallelism.tensor_parallel_degree"
 
@@ -40,12 +41,7 @@ def check_tensor_parallel(config: TitanJobConfig, owner_fsdp: OwnerFSDP, world_s
     degree = parallelism.tensor_parallel_degree
     if degree == 1:
         return
-    is_owned = owner_fsdp.is_owned
-    if owner_fsdp.mode == "zero1":
-        raise ConfigError(
-            f'owner_fsdp.mode: received "zero1" with {_KEY} = {degree}; legal: "zero3" or "stock" '
-            f"with tensor parallelism; change it, or set {_KEY} to 1."
-        )
+    is_owned = owner_fsdp.mode == "zero3"
     if is_owned and owner_fsdp.tensor_parallel == "refuse":
         raise ConfigError(
             f'{_KEY}: received {degree} with owner_fsdp.mode = "zero3" and '
@@ -64,9 +60,8 @@ def check_tensor_parallel(config: TitanJobConfig, owner_fsdp: OwnerFSDP, world_s
                 f"parallelism.{name}: received {other} with {_KEY} = {degree}; legal: 1 with "
                 f"tensor parallelism; set one of the two to 1."
             )
-    shard = parallelism.data_parallel_shard_degree
     replicate = parallelism.data_parallel_replicate_degree
-    if (shard if shard != -1 else world_size // (replicate * degree)) == 1:
+    if shard_degree(config, world_size) == 1:
         raise ConfigError(
             f"{_KEY}: received {degree} with a shard degree of 1; legal: 1, or a shard degree of "
             "2 or more. Raise parallelism.data_parallel_shard_degree, start more processes, or set "

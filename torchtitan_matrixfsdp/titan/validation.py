@@ -260,6 +260,7 @@ def _refuse_with_zero1(config: TitanJobConfig) -> None:
     refused = {
         # Not tried.
         "parallelism.pipeline_parallel_degree": (parallelism.pipeline_parallel_degree, 1),
+        "parallelism.tensor_parallel_degree": (parallelism.tensor_parallel_degree, 1),
         # Resident parameters stay on the compute device.
         "training.enable_cpu_offload": (config.training.enable_cpu_offload, False),
     }
