@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from torchtitan_matrixfsdp.comm import TransportFactory
@@ -31,7 +31,7 @@ from torchtitan_matrixfsdp.optim import (
     create_adam_state,
     logical_shapes,
 )
-from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard, sum_gradients
 
 # Tall, wide, square, one row, one column, and several of one shape, which are batched.
 SHAPES: tuple[tuple[int, ...], ...] = ((12, 5), (4, 9), (6, 6), (1, 7), (8, 1), (6, 6), (12, 5))
@@ -247,10 +247,7 @@ class Job:
                 context=context,
             )
         fully_shard(model, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(model)
         params = list(model.parameters())
         return model, LocalStepOptimizer(self.grouped(params), self.subject.make_inner)
 

@@ -94,14 +94,14 @@ def add_bf16_ddp_models() -> None:
     the same sums in another order.
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_matrixfsdp.titan
     from torchtitan_matrixfsdp.layout import route
-    from torchtitan_matrixfsdp.runtime import OwnerContext
+    from torchtitan_matrixfsdp.runtime import OwnerContext, sum_gradients
     from torchtitan_matrixfsdp.titan.model import OwnerSetup
     from torchtitan_matrixfsdp.titan.parallelize import describe_blocks, describe_params
     from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of
@@ -116,10 +116,7 @@ def add_bf16_ddp_models() -> None:
         routing = route(describe_params(model), block_of, options.include, options.exclude)
         for module in [*model.layers.values(), model.tok_embeddings, model]:
             replicate(module, mesh=mesh, mp_policy=policy)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(model)
         model.owner_setup = OwnerSetup(routing, None, OwnerContext(), options)
         return model
 

@@ -37,7 +37,7 @@ from torchtitan_matrixfsdp.bench.sent import SentBytes
 from torchtitan_matrixfsdp.comm import Traffic, TrafficCounter, Transport, TransportFactory
 from torchtitan_matrixfsdp.comm.transport import all_gather_single, reduce_scatter_single
 from torchtitan_matrixfsdp.layout import BlockPlan, fsdp_slice_numel, fsdp_volume
-from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard, sum_gradients
 from torchtitan_matrixfsdp.runtime.fsdp_compat import FSDPParamGroup, param_groups_of
 
 _WARM_UPS = 2
@@ -114,8 +114,7 @@ class _Sharded:
     def __init__(self, block: nn.Module) -> None:
         assert isinstance(block, FSDPModule)
         self._module = module = block
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(module)
         # FSDP2 makes its streams in the first forward.
         module(torch.ones((), device=rank_device())).backward()
         (self._group,) = param_groups_of(module)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from torchtitan_matrixfsdp.bench.blocks import (
     LlamaBlocks,
@@ -41,7 +41,7 @@ from torchtitan_matrixfsdp.optim import (
     create_adam_state,
     logical_shapes,
 )
-from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard
+from torchtitan_matrixfsdp.runtime import OwnerContext, owner_shard, sum_gradients
 
 _LAYERS = 3
 _TOKENS = 16
@@ -88,10 +88,7 @@ def shard_model(
                 context=context,
             )
     fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     return ShardedModel(model, context)
 
 

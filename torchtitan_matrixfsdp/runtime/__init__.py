@@ -18,7 +18,7 @@ from torchtitan_matrixfsdp.runtime.owner_dtensor import (
 from torchtitan_matrixfsdp.runtime.owner_placement import Owner, owner_local_shape
 from torchtitan_matrixfsdp.runtime.replicas import PartitionedReplicas
 from torchtitan_matrixfsdp.runtime.resident import STEP_GATHER
-from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state
+from torchtitan_matrixfsdp.runtime.shard import owner_shard, reset_iter_state, sum_gradients
 from torchtitan_matrixfsdp.runtime.whole_random import whole_tensor_random
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "owner_local_shape",
     "owner_shard",
     "reset_iter_state",
+    "sum_gradients",
     "whole_tensor_random",
     "wrap_like",
 ]

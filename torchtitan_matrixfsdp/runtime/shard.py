@@ -34,6 +34,15 @@ from torchtitan_matrixfsdp.runtime.owner_group import OwnerComm, OwnerParamGroup
 from torchtitan_matrixfsdp.runtime.resident import ResidentParamGroup
 
 
+def sum_gradients(model: nn.Module) -> None:
+    """Have every FSDP unit in ``model`` sum gradients over the ranks, and not average them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no PREMUL_SUM, which FSDP2 would use for the factor.
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def owner_shard(
     module: nn.Module,
     block: BlockPlan,

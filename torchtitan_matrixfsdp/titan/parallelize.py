@@ -62,7 +62,12 @@ from torchtitan_matrixfsdp.layout import (
     route,
 )
 from torchtitan_matrixfsdp.optim import Split
-from torchtitan_matrixfsdp.runtime import OwnerContext, count_unused_parameters, owner_shard
+from torchtitan_matrixfsdp.runtime import (
+    OwnerContext,
+    count_unused_parameters,
+    owner_shard,
+    sum_gradients,
+)
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin, OwnerSetup
 from torchtitan_matrixfsdp.titan.report import describe_transports
@@ -341,12 +346,10 @@ def _apply_fsdp(
     if last:
         fully_shard(last, **options, reshard_after_forward=policy == "always")
     fully_shard(model, **options)
+    # The trainer divides the loss by the global number of tokens.
+    sum_gradients(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The trainer divides the loss by the global number of tokens: gradients are sums.
-            module.set_gradient_divide_factor(1.0)
-            # gloo has no PREMUL_SUM, which FSDP2 would use for the factor.
-            module.set_force_sum_reduction_for_comms(True)
             # A parameter that this rank's batch did not use counts as a zero gradient.
             count_unused_parameters(module)
 

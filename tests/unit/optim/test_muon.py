@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import OracleMuon
+from tests.unit.optim.drawing import draw_params, set_random_grads
 from torchtitan_matrixfsdp.optim import (
     ADJUST_LR,
     COEFFICIENTS,
@@ -31,20 +32,7 @@ nesterov_or_not = pytest.mark.parametrize("nesterov", [True, False])
 
 
 def make_params(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in SHAPES
-    ]
-
-
-def set_random_grads(*lists: list[nn.Parameter], seed: int) -> None:
-    """Give the parameters of all lists the same gradients."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for params in zip(*lists, strict=True):
-        grad = torch.randn(params[0].shape, generator=generator, dtype=torch.float64)
-        for param in params:
-            param.grad = grad.to(param.dtype)
+    return draw_params(SHAPES, dtype, seed)
 
 
 def one_step(grad: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytorch_optimizer
 import torch
 import torch.nn as nn
 
+from tests.unit.optim.drawing import draw_params, set_random_grads
 from torchtitan_matrixfsdp.optim import GRAFTING, Shampoo
 from torchtitan_matrixfsdp.optim.matrix_functions import RETRY_EPSILON, inverse_root
 
@@ -23,20 +24,7 @@ LR, DECAY = 0.02, 0.1
 def make_params(
     shapes: tuple[tuple[int, int], ...] = SHAPES, dtype: torch.dtype = torch.float64
 ) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in shapes
-    ]
-
-
-def set_random_grads(*lists: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
-    """Give the parameters of all lists the same gradients."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for params in zip(*lists, strict=True):
-        grad = torch.randn(params[0].shape, generator=generator, dtype=torch.float64)
-        for param in params:
-            param.grad = (scale * grad).to(param.dtype)
+    return draw_params(shapes, dtype)
 
 
 class OracleShampoo:

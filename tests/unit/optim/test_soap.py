@@ -12,6 +12,7 @@ import pytorch_optimizer
 import torch
 import torch.nn as nn
 
+from tests.unit.optim.drawing import draw_params, set_random_grads
 from torchtitan_matrixfsdp.optim import SOAP
 
 # For bases of at most 10 the last three have one, the other one, and none.
@@ -22,20 +23,7 @@ LR, DECAY = 0.02, 0.1
 def make_params(
     shapes: tuple[tuple[int, int], ...] = SHAPES, dtype: torch.dtype = torch.float64
 ) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in shapes
-    ]
-
-
-def set_random_grads(*lists: list[nn.Parameter], seed: int) -> None:
-    """Give the parameters of all lists the same gradients."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for params in zip(*lists, strict=True):
-        grad = torch.randn(params[0].shape, generator=generator, dtype=torch.float64)
-        for param in params:
-            param.grad = grad.to(param.dtype)
+    return draw_params(shapes, dtype)
 
 
 class OracleSOAP:
