@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,7 @@ from torchtitan.config import ConfigManager
 
 from torchtitan_matrixfsdp.comm import TRANSPORTS
 from torchtitan_matrixfsdp.layout import PLANNERS
+from torchtitan_matrixfsdp.optim import SOAP, Shampoo
 from torchtitan_matrixfsdp.titan.checks import ConfigError
 from torchtitan_matrixfsdp.titan.job_config import (
     MATRIX_OPTIMIZERS,
@@ -153,6 +155,21 @@ def test_defaults_are_legal_and_not_shared() -> None:
     one.matrix_optimizer.include.append("wk")
     assert other.matrix_optimizer.exclude == []
     assert other.matrix_optimizer.include == [r"layers\..*\.weight$"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [(ShampooOptions(), Shampoo), (SoapOptions(), SOAP)],
+    ids=["Shampoo", "SOAP"],
+)
+def test_defaults_are_the_optimizers_own(options: Any, kind: type[Any]) -> None:
+    own = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+    if kind is Shampoo:
+        own["root_dtype"] = str(own["root_dtype"]).removeprefix("torch.")
+    else:
+        assert own["shampoo_beta"] is None, "beta2's"
+        own["shampoo_beta"] = own["beta2"]
+    assert asdict(options) == {name: own[name] for name in asdict(options)}
 
 
 def test_kwargs_belong_to_a_class() -> None:
