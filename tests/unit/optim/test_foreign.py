@@ -156,6 +156,17 @@ def test_a_schedule_drives_it(name: str) -> None:
         assert torch.equal(param, reference)
 
 
+@every_class
+def test_what_is_loaded_has_the_strides_of_the_classs_own(name: str) -> None:
+    """Products with a basis from QR, which is stored by columns, depend on them in the last bit."""
+    (param, *_) = make_params()
+    optimizer = foreign(name, [param])
+    before = {key: value.stride() for key, value in optimizer.state[param].items()}
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert {key: value.stride() for key, value in optimizer.state[param].items()} == before
+
+
 def test_groups_keep_their_options() -> None:
     """Case 28."""
     params, references = make_params(), make_params()
