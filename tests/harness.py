@@ -143,7 +143,8 @@ class _Ranks:
                     target=_rank_main,
                     args=(rank, self.world_size, str(self._dir), self.timeout_s, self._payload),
                     name=f"rank{rank}",
-                    daemon=True,
+                    # A rank may have a child, as asynchronous checkpoints have; a daemon may not.
+                    daemon=False,
                 )
                 process.start()
                 self._processes.append(process)

@@ -212,8 +212,9 @@ def test_hsdp_equals_ddp(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
     assert all(final == finals[0] for final in finals), "replicas drifted apart"
 
 
-def _resume_async(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
-    checkpoint = ["--checkpoint.enable", "--checkpoint.async_mode=async", "--checkpoint.interval=2"]
+def _resume_async(corpus: CorpusPaths, tmp: Path, mode: str) -> dict[str, Record]:
+    async_mode = f"--checkpoint.async_mode={mode}"
+    checkpoint = ["--checkpoint.enable", async_mode, "--checkpoint.interval=2"]
     job = [*SMALL, "--lr_scheduler.total_steps=5"]
     whole = run_job([*job, "--training.steps=5"], corpus, tmp / "whole")
     run_job([*job, *checkpoint, "--training.steps=3"], corpus, tmp / "parts")
@@ -222,11 +223,12 @@ def _resume_async(corpus: CorpusPaths, tmp: Path) -> dict[str, Record]:
     return {"whole": whole, "second": run_job(again, corpus, tmp / "parts")}
 
 
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_asynchronous_checkpoints_hold_the_state_at_the_save(
-    corpus_dir: CorpusPaths, tmp_path: Path
+    corpus_dir: CorpusPaths, tmp_path: Path, mode: str
 ) -> None:
     """Case 16: what is saved is the state at step 2, though training went on."""
-    for found in run_ranks(_resume_async, 2, corpus_dir, tmp_path, timeout_s=240):
+    for found in run_ranks(_resume_async, 2, corpus_dir, tmp_path, mode, timeout_s=240):
         assert found["second"].losses == found["whole"].losses[2:]
         assert found["second"].final == found["whole"].final
 

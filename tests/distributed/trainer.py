@@ -182,9 +182,11 @@ def build_trainer(
     """A real trainer for the debug configuration with command-line overrides."""
     use_cpu_device()
     from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
 
     add_tiny_flavors()
+    # After the flavors: it registers the specs, which copy what there is.
+    from torchtitan_matrixfsdp.titan.trainer import OwnerTrainer
+
     config = ConfigManager().parse_args(
         [
             "--job.config_file",
@@ -198,7 +200,7 @@ def build_trainer(
             *overrides,
         ]
     )
-    return Trainer(config)
+    return OwnerTrainer(config)
 
 
 def record_metrics(trainer: Any) -> Record:

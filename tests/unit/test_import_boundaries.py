@@ -35,7 +35,7 @@ ROOMS = {
     "comm": ({"layout"}, {"torch"}),
     "runtime": ({"layout", "comm"}, {"torch"}),
     "optim": ({"layout", "comm", "runtime"}, {"torch"}),
-    "checkpoint": ({"layout", "comm", "runtime"}, {"torch"}),
+    "checkpoint": ({"layout", "comm", "runtime"}, {"torch", "numpy", "xxhash", "safetensors"}),
     "titan": ({"layout", "comm", "runtime", "optim", "checkpoint"}, ANYTHING),
 }
 # Module or package names below the package; each may import its own parts.

@@ -45,8 +45,11 @@ def owner_local_shape(
 
 def is_owner_in(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
     """Whether this rank is the owner in every ``Owner`` dimension of ``mesh``."""
-    return all(
-        mesh.get_local_rank(dim) == placement.owner
+    # Not get_local_rank: the process that writes asynchronous checkpoints has a mesh that was sent
+    # to it, and none of its groups.
+    coordinate = mesh.get_coordinate()
+    return coordinate is not None and all(
+        coordinate[dim] == placement.owner
         for dim, placement in enumerate(placements)
         if isinstance(placement, Owner)
     )

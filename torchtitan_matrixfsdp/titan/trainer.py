@@ -10,6 +10,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
 from torchtitan_matrixfsdp.titan import job_config as our_sections
+from torchtitan_matrixfsdp.titan.checkpointing import build_checkpoint_manager
 from torchtitan_matrixfsdp.titan.checks import ConfigError
 from torchtitan_matrixfsdp.titan.parallelize import route_model
 from torchtitan_matrixfsdp.titan.tensor_parallel import check_model_cut
@@ -41,3 +42,6 @@ class OwnerTrainer(Trainer):
                 "remove job.custom_config_module."
             )
         super().__init__(job_config)
+        if name in MODEL_NAMES:
+            # TorchTitan builds its own, and gives no way to choose another class.
+            self.checkpointer = build_checkpoint_manager(self)

@@ -1,0 +1,28 @@
+"""Checkpoints of owner shards, in DCP's own format; see docs/checkpoint.md."""
+
+from torchtitan_matrixfsdp.checkpoint.errors import (
+    CheckpointError,
+    describe_os_error,
+    raise_together,
+)
+from torchtitan_matrixfsdp.checkpoint.folder import FolderLock, StepFolder, step_folders
+from torchtitan_matrixfsdp.checkpoint.manifest import Manifest, read_manifest
+from torchtitan_matrixfsdp.checkpoint.planners import ConvertingSavePlanner, StrictLoadPlanner
+from torchtitan_matrixfsdp.checkpoint.reader import OwnerStorageReader, read_metadata
+from torchtitan_matrixfsdp.checkpoint.writer import OwnerStorageWriter
+
+__all__ = [
+    "CheckpointError",
+    "ConvertingSavePlanner",
+    "FolderLock",
+    "Manifest",
+    "OwnerStorageReader",
+    "OwnerStorageWriter",
+    "StepFolder",
+    "StrictLoadPlanner",
+    "describe_os_error",
+    "raise_together",
+    "read_manifest",
+    "read_metadata",
+    "step_folders",
+]

@@ -1,0 +1,274 @@
+"""DCP storage reader that reads what a rank needs, and checks every byte of it.
+
+Of a checkpoint that :class:`~torchtitan_matrixfsdp.checkpoint.writer.OwnerStorageWriter` wrote,
+a rank reads the pieces (of 4 MiB) that hold its rows of each tensor, through one buffer of that
+size. Other checkpoints (of stock TorchTitan) have no checksums and are read as DCP reads them: one
+stored tensor at a time, whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import pickle
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, checksum, read_checksums
+from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.manifest import METADATA, PIECE, read_manifest
+
+_REMEDY = (
+    "Load another step with checkpoint.load_step, or restore the file from a copy; `python -m "
+    "torchtitan_matrixfsdp.checkpoint verify` names everything that is damaged."
+)
+
+
+class OwnerStorageReader(FileSystemReader):
+    """Reads one checkpoint folder; see the module's notes.
+
+    Attributes:
+        bytes_read: of data files, so far.
+
+    Raises:
+        CheckpointError: on reading, for a file that is missing, short or not what was saved.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.bytes_read = 0
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's index, once it is the one that was saved with this checkpoint."""
+        return read_metadata(Path(self.path))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """As the base class; keeps the index."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of ``plan``, file by file in the order of their offsets."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with DataFile(Path(self.path) / name) as file:
+                for item in sorted(items, key=self._offset):
+                    self._read_item(file, item, planner)
+                self.bytes_read += file.bytes_read
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _offset(self, item: ReadItem) -> int:
+        return int(self.storage_data[item.storage_index].offset)
+
+    def _read_item(self, file: DataFile, item: ReadItem, planner: LoadPlanner) -> None:
+        assert self._metadata is not None
+        info = self.storage_data[item.storage_index]
+        stream = file.stream(info.offset, info.length, item.storage_index.fqn)
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(stream.whole()))
+            return
+        chunk = stored_chunk(self._metadata, item.storage_index)
+        target = planner.resolve_tensor(item).detach()
+        if stream.has_values and target.is_contiguous() and _is_rows(item, chunk.sizes):
+            row = math.prod(chunk.sizes[1:])
+            start = item.storage_offsets[0] * row if item.storage_offsets else 0
+            stream.copy_values(target.view(-1), chunk.dtype, start)
+        else:
+            tensor = stream.tensor()
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                tensor = tensor.narrow(dim, start, length)
+            target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+
+def _is_rows(item: ReadItem, sizes: tuple[int, ...]) -> bool:
+    """Whether ``item`` wants whole rows of what is stored: one range of its values."""
+    return tuple(item.lengths[1:]) == sizes[1:]
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A stored part of a tensor: its shape and dtype."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def stored_chunk(metadata: Metadata, index: MetadataIndex) -> StoredChunk:
+    """The chunk that ``index`` names."""
+    entry = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    chunk = next(c for c in entry.chunks if index.offset is None or c.offsets == index.offset)
+    return StoredChunk(tuple(chunk.sizes), entry.properties.dtype)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's index of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or the manifest knows another one.
+    """
+    path = folder / METADATA
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror}. {folder} holds no complete checkpoint: legal: a folder "
+            f"step-<n> with a file {METADATA}."
+        ) from error
+    manifest = read_manifest(folder)
+    if manifest is not None and hashlib.sha256(content).hexdigest() != manifest.metadata_sha256:
+        raise CheckpointError(
+            f"{path}: damaged, or of another checkpoint: its hash is not the one in the manifest. "
+            + _REMEDY
+        )
+    try:
+        metadata = pickle.loads(content)
+    # Damaged pickles raise whatever their bytes happen to say.
+    except Exception as error:
+        raise CheckpointError(f"{path}: damaged ({error!r}). {_REMEDY}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, no index. {_REMEDY}")
+    return metadata
+
+
+class DataFile:
+    """One data file, open for reading, with its checksums if there are any."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self.buffer = bytearray(PIECE)
+        self._items = read_checksums(path)
+        self._file: FileIO | None = None
+        self._size = 0
+
+    def __enter__(self) -> DataFile:
+        try:
+            self._file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}. {_REMEDY}") from error
+        self._size = os.fstat(self.file.fileno()).st_size
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.file.close()
+
+    @property
+    def file(self) -> FileIO:
+        """The open file."""
+        assert self._file is not None
+        return self._file
+
+    def stream(self, offset: int, length: int, key: str) -> StoredStream:
+        """The stream at ``offset``, which is that of ``key``.
+
+        Raises:
+            CheckpointError: the file is too short, or its checksum file knows another stream.
+        """
+        if offset + length > self._size:
+            raise CheckpointError(
+                f"{self.path}: truncated: {self._size:,} bytes, where {key} ends at "
+                f"{offset + length:,}. {_REMEDY}"
+            )
+        item = None
+        if self._items is not None:
+            item = self._items.get(offset)
+            if item is None or item.length != length:
+                raise CheckpointError(
+                    f"{self.path}: its checksum file knows no {length:,} bytes at {offset:,} "
+                    f"({key}). {_REMEDY}"
+                )
+        return StoredStream(self, offset, length, key, item)
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """One stored object: ``length`` bytes of a file from ``offset``."""
+
+    data_file: DataFile
+    offset: int
+    length: int
+    key: str
+    item: StoredItem | None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is known where the values of a tensor lie."""
+        return self.item is not None and self.item.values_at is not None
+
+    def whole(self) -> bytearray:
+        """All bytes, checked."""
+        content = bytearray(self.length)
+        view = memoryview(content)
+        for number, start in enumerate(range(0, self.length, PIECE)):
+            self._read_piece(number, view[start : start + PIECE])
+        return content
+
+    def tensor(self) -> torch.Tensor:
+        """The whole stored tensor, on CPU, checked."""
+        content = io.BytesIO(self.whole())
+        try:
+            loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        # Without a checksum a damaged stream shows here, in whatever way.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.data_file.path}: {self.key} is damaged ({error}). {_REMEDY}"
+            ) from error
+        return loaded
+
+    def copy_values(self, target: torch.Tensor, dtype: torch.dtype, start: int) -> None:
+        """Copy ``target.numel()`` values from number ``start`` on into ``target`` (1D), converted
+        from ``dtype``; only the pieces that hold them are read."""
+        assert self.item is not None and self.item.values_at is not None
+        width = dtype.itemsize
+        begin = self.item.values_at + start * width  # in the stream
+        end = begin + target.numel() * width
+        for number in range(begin // PIECE, -(-end // PIECE)):
+            first = number * PIECE
+            piece = memoryview(self.data_file.buffer)[: min(PIECE, self.length - first)]
+            self._read_piece(number, piece)
+            low, high = max(begin, first), min(end, first + len(piece))
+            # A piece may cut a value of 16 bytes, but none of 8: streams align values to 64 bytes.
+            part = torch.frombuffer(
+                piece, dtype=dtype, offset=low - first, count=(high - low) // width
+            )
+            target[(low - begin) // width : (high - begin) // width].copy_(part)
+
+    def _read_piece(self, number: int, into: memoryview) -> None:
+        file = self.data_file.file
+        file.seek(self.offset + number * PIECE)
+        got = 0
+        while got < len(into):
+            count = file.readinto(into[got:])
+            if not count:
+                raise CheckpointError(
+                    f"{self.data_file.path}: ended while {self.key} was read. {_REMEDY}"
+                )
+            got += count
+        self.data_file.bytes_read += got
+        if self.item is not None and checksum(into) != self.item.pieces[number]:
+            low = self.offset + number * PIECE
+            raise CheckpointError(
+                f"{self.data_file.path}: bytes {low:,} to {low + got:,} ({self.key}) are not those "
+                f"that were saved: the checksum differs. {_REMEDY}"
+            )
