@@ -13,10 +13,11 @@ import io
 import math
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -32,6 +33,25 @@ _REMEDY = (
     "Load another step with checkpoint.load_step, or restore the file from a copy; `python -m "
     "torchtitan_matrixfsdp.checkpoint verify` names everything that is damaged."
 )
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, short, or not what was saved.
+
+    Attributes:
+        path: the file.
+        what: what is wrong with it, without the remedy.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        # All arguments: the exceptions of ranks are pickled on their way to the others.
+        super().__init__(path, what)
+        self.path = path
+        self.what = what
+
+    def __str__(self) -> str:
+        """One line with the remedy."""
+        return f"{self.path}: {self.what}. {_REMEDY}"
 
 
 class OwnerStorageReader(FileSystemReader):
@@ -127,6 +147,16 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         CheckpointError: there is none, it cannot be read, or the manifest knows another one.
     """
+    manifest = read_manifest(folder)
+    return parse_metadata(folder, None if manifest is None else manifest.metadata_sha256)
+
+
+def parse_metadata(folder: Path, sha256: str | None) -> Metadata:
+    """DCP's index, once its hash is ``sha256`` (hex; ``None``: any).
+
+    Raises:
+        CheckpointError: as :func:`read_metadata`.
+    """
     path = folder / METADATA
     try:
         content = path.read_bytes()
@@ -135,43 +165,50 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path}: {error.strerror}. {folder} holds no complete checkpoint: legal: a folder "
             f"step-<n> with a file {METADATA}."
         ) from error
-    manifest = read_manifest(folder)
-    if manifest is not None and hashlib.sha256(content).hexdigest() != manifest.metadata_sha256:
-        raise CheckpointError(
-            f"{path}: damaged, or of another checkpoint: its hash is not the one in the manifest. "
-            + _REMEDY
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedError(
+            path, "damaged, or of another checkpoint: its hash is not the one in the manifest"
         )
     try:
         metadata = pickle.loads(content)
     # Damaged pickles raise whatever their bytes happen to say.
     except Exception as error:
-        raise CheckpointError(f"{path}: damaged ({error!r}). {_REMEDY}") from error
+        raise DamagedError(path, f"damaged ({error!r})") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, no index. {_REMEDY}")
+        raise DamagedError(path, f"holds a {type(metadata).__name__}, no index")
     return metadata
 
 
 class DataFile:
-    """One data file, open for reading, with its checksums if there are any."""
+    """One data file, with its checksums if there are any; a context manager, for the open file.
+
+    Attributes:
+        items: the streams that the checksum file knows, by offset; ``None`` where there is no such
+            file.
+        size: bytes of the file, once it is open.
+        buffer: of the open file, for one piece.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self.buffer = bytearray(PIECE)
-        self._items = read_checksums(path)
+        self.items = read_checksums(path)
+        self.size = 0
+        self.buffer = bytearray()
         self._file: FileIO | None = None
-        self._size = 0
 
     def __enter__(self) -> DataFile:
         try:
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}. {_REMEDY}") from error
-        self._size = os.fstat(self.file.fileno()).st_size
+            raise DamagedError(self.path, f"{error.strerror}") from error
+        self.size = os.fstat(self.file.fileno()).st_size
+        self.buffer = bytearray(PIECE)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.file.close()
+        self.buffer = bytearray()
 
     @property
     def file(self) -> FileIO:
@@ -185,18 +222,18 @@ class DataFile:
         Raises:
             CheckpointError: the file is too short, or its checksum file knows another stream.
         """
-        if offset + length > self._size:
-            raise CheckpointError(
-                f"{self.path}: truncated: {self._size:,} bytes, where {key} ends at "
-                f"{offset + length:,}. {_REMEDY}"
+        if offset + length > self.size:
+            raise DamagedError(
+                self.path,
+                f"truncated: {self.size:,} bytes, where {key} ends at {offset + length:,}",
             )
         item = None
-        if self._items is not None:
-            item = self._items.get(offset)
+        if self.items is not None:
+            item = self.items.get(offset)
             if item is None or item.length != length:
-                raise CheckpointError(
-                    f"{self.path}: its checksum file knows no {length:,} bytes at {offset:,} "
-                    f"({key}). {_REMEDY}"
+                raise DamagedError(
+                    self.path,
+                    f"its checksum file knows no {length:,} bytes at {offset:,} ({key})",
                 )
         return StoredStream(self, offset, length, key, item)
 
@@ -224,16 +261,30 @@ class StoredStream:
             self._read_piece(number, view[start : start + PIECE])
         return content
 
+    def faults(self) -> Iterator[DamagedError]:
+        """What is wrong with each piece that is not what was saved; reads all of them."""
+        for number, start in enumerate(range(0, self.length, PIECE)):
+            piece = memoryview(self.data_file.buffer)[: min(PIECE, self.length - start)]
+            try:
+                self._read_piece(number, piece)
+            except DamagedError as error:
+                yield error
+
+    def view(self) -> BinaryIO:
+        """The stream as a file of its own, not checked."""
+        return BufferedReader(_View(self.data_file.file, self.offset, self.length))
+
     def tensor(self) -> torch.Tensor:
         """The whole stored tensor, on CPU, checked."""
-        content = io.BytesIO(self.whole())
+        if self.item is not None:
+            for fault in self.faults():
+                raise fault
         try:
-            loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            # Read from the file: a copy of the stream would double the memory.
+            loaded: torch.Tensor = torch.load(self.view(), map_location="cpu", weights_only=True)
         # Without a checksum a damaged stream shows here, in whatever way.
         except Exception as error:
-            raise CheckpointError(
-                f"{self.data_file.path}: {self.key} is damaged ({error}). {_REMEDY}"
-            ) from error
+            raise DamagedError(self.data_file.path, f"{self.key} is damaged ({error})") from error
         return loaded
 
     def copy_values(self, target: torch.Tensor, dtype: torch.dtype, start: int) -> None:
@@ -261,14 +312,46 @@ class StoredStream:
         while got < len(into):
             count = file.readinto(into[got:])
             if not count:
-                raise CheckpointError(
-                    f"{self.data_file.path}: ended while {self.key} was read. {_REMEDY}"
-                )
+                raise DamagedError(self.data_file.path, f"ended while {self.key} was read")
             got += count
         self.data_file.bytes_read += got
         if self.item is not None and checksum(into) != self.item.pieces[number]:
             low = self.offset + number * PIECE
-            raise CheckpointError(
-                f"{self.data_file.path}: bytes {low:,} to {low + got:,} ({self.key}) are not those "
-                f"that were saved: the checksum differs. {_REMEDY}"
+            raise DamagedError(
+                self.data_file.path,
+                f"bytes {low:,} to {low + got:,} ({self.key}) are not those that were saved: the "
+                "checksum differs",
             )
+
+
+class _View(RawIOBase):
+    """``length`` bytes of ``file`` from ``offset`` on; closing it leaves ``file`` open."""
+
+    def __init__(self, file: FileIO, offset: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As every file's."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, into: Any) -> int:
+        """Read from the position on, no further than to the end."""
+        view = memoryview(into).cast("B")[: max(self._length - self._position, 0)]
+        self._file.seek(self._offset + self._position)
+        count = self._file.readinto(view) or 0
+        self._position += count
+        return count
