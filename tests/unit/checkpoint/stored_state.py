@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.distributed.trainer import add_tiny_flavors
 from torchtitan_matrixfsdp.checkpoint import Manifest, OwnerStorageWriter
+from torchtitan_matrixfsdp.titan.stored_models import StoredModel
 
 # Over two pieces of 4 MiB in float32, so that a tensor spans a boundary of checksums.
 ROWS, COLUMNS = 1100, 2048
@@ -52,6 +54,24 @@ def save_stock(state: Mapping[str, Any], path: Path) -> Path:
     with _without_warnings():
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(path))
     return path
+
+
+def save_llama(path: Path) -> tuple[Path, StoredModel]:
+    """A checkpoint of a small Llama 3, without the names of its model."""
+    add_tiny_flavors()
+    model = StoredModel("llama3_owner", "tiny")
+    generator = torch.Generator().manual_seed(0)
+    weights, momenta = (
+        {
+            key: torch.randn(value.shape, generator=generator)
+            for key, value in model.module.state_dict().items()
+        }
+        for _ in range(2)
+    )
+    state = make_state()
+    momenta = {f"state.{key}.momentum": value for key, value in momenta.items()}
+    rest = {key: state[key] for key in ("lr_scheduler", "dataloader", "train_state")}
+    return save_owner({**weights, "optimizer": momenta, **rest}, path), model
 
 
 def load_stock(path: Path) -> dict[str, Any]:
