@@ -1,0 +1,1 @@
+"""Checkpoints in other formats than TorchTitan's own. Imports ``layout``, ``comm``, ``runtime``."""
