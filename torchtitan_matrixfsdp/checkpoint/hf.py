@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.hf_names import Convert, Reverse, to_hf_alone
-from torchtitan_matrixfsdp.checkpoint.parts import is_cut, part_here
+from torchtitan_matrixfsdp.checkpoint.parts import Part, is_cut, part_here
 from torchtitan_matrixfsdp.checkpoint.reader import READ_ERRORS, Reader
 from torchtitan_matrixfsdp.checkpoint.safetensors import (
     DEFAULT_MAX_FILE_BYTES,
@@ -161,29 +161,29 @@ def _write_tensors(
 ) -> str | None:
     """Write the tensors ``mine`` and take part in gathering all; what went wrong, if anything."""
     fault: str | None = None
-    file = ""
     for fqn in sorted(state):
-        tensor = state[fqn]
-        outputs = offers[fqn].tensors
-        if not outputs or (fqn not in mine and not is_cut(tensor)):
+        if not offers[fqn].tensors or (fqn not in mine and not is_cut(state[fqn])):
             continue
         # After a fault as well: the other ranks wait in this gather.
-        whole = _whole(tensor.detach().to(outputs[0].dtype))
-        if fqn not in mine or fault is not None:
-            continue
-        try:
-            for name, converted in to_hf({fqn: whole}).items():
-                file = writer.file_of(name)
-                writer.write(name, converted)
-        except OSError as error:
-            fault = _about_writing(writer.folder / file, error)
-        del whole
+        whole = _whole(state[fqn].detach().to(offers[fqn].tensors[0].dtype))
+        if fqn in mine and fault is None:
+            fault = _write(fqn, whole, to_hf, writer)
+        del whole  # before the next is gathered
     if fault is None:
         try:
             writer.sync()
         except OSError as error:
             fault = _about_writing(writer.folder, error)
     return fault
+
+
+def _write(fqn: str, whole: torch.Tensor, to_hf: Convert, writer: SafetensorsWriter) -> str | None:
+    for name, converted in to_hf({fqn: whole}).items():
+        try:
+            writer.write(name, converted)
+        except OSError as error:
+            return _about_writing(writer.folder / writer.file_of(name), error)
+    return None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,34 +233,37 @@ def import_hf(
     except CheckpointError as error:
         fault = str(error)
     known = set[str]().union(*gather_or_raise(names, fault))
-    with reader:
-        parts = {fqn: part for fqn in sorted(state) if (part := part_here(state[fqn])) is not None}
-        try:
-            wanted = [meta for fqn in parts for meta in reverse.sources[fqn].tensors]
-            dtypes = reader.check(wanted)
-            _check_others(reader, reverse, known)
-            _log_conversion(dtypes, state)
-        except CheckpointError as error:
-            fault = str(error)
-        except READ_ERRORS as error:
-            fault = f"{folder} cannot be read: {error}. Fetch or export the folder again."
-        raise_together(fault)
-        name = ""
-        try:
-            for fqn, part in parts.items():
-                source = reverse.sources[fqn]
-                name = source.tensors[0].name
-                if source.is_verbatim:
-                    part.local.copy_(reader.read(name, part.index))
-                    continue
-                values = {meta.name: reader.read(meta.name) for meta in source.tensors}
-                part.local.copy_(reverse.convert(fqn, values)[part.index])
-        except READ_ERRORS as error:
-            fault = (
-                f"{folder / reader.file_of[name]} cannot be read: {error}. The model holds a part "
-                "of the new weights: import again from the start."
-            )
-        raise_together(fault)
+    parts = {fqn: part for fqn in sorted(state) if (part := part_here(state[fqn])) is not None}
+    try:
+        wanted = [meta for fqn in parts for meta in reverse.sources[fqn].tensors]
+        dtypes = reader.check(wanted)
+        _check_others(reader, reverse, known)
+        _log_conversion(dtypes, state)
+    except CheckpointError as error:
+        fault = str(error)
+    except READ_ERRORS as error:
+        fault = f"{folder} cannot be read: {error}. Fetch or export the folder again."
+    raise_together(fault)
+    name = ""
+    try:
+        for fqn, part in parts.items():
+            name = reverse.sources[fqn].tensors[0].name
+            _read_part(fqn, part, reverse, reader)
+    except READ_ERRORS as error:
+        fault = (
+            f"{folder / reader.file_of[name]} cannot be read: {error}. The model holds a part "
+            "of the new weights: import again from the start."
+        )
+    raise_together(fault)
+
+
+def _read_part(fqn: str, part: Part, reverse: Reverse, reader: Reader) -> None:
+    source = reverse.sources[fqn]
+    if source.is_verbatim:
+        part.local.copy_(reader.read(source.tensors[0].name, part.index))
+        return
+    values = {meta.name: reader.read(meta.name) for meta in source.tensors}
+    part.local.copy_(reverse.convert(fqn, values)[part.index])
 
 
 def _check_others(reader: Reader, reverse: Reverse, known: set[str]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +18,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Reader:
-    """The tensors in a folder of safetensors files. A context manager, for the files it opens.
+    """The tensors in a folder of safetensors files.
 
     Raises:
         CheckpointError: the folder has no weights, or its index cannot be read.
@@ -31,19 +28,6 @@ class Reader:
         self.folder = folder
         self.file_of = read_weight_map(folder)
         self._headers: dict[str, dict[str, TensorMeta]] = {}
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
     def meta(self, name: str) -> TensorMeta:
         """What the files say of tensor ``name``.
@@ -85,18 +69,15 @@ class Reader:
         return dtypes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Tensor ``name`` or the box ``index`` of it, in host memory.
+        """Tensor ``name`` or the box ``index`` of it: a view of the mapped file.
 
         Raises:
             OSError, SafetensorError: the file cannot be read.
         """
-        file = self.file_of[name]
-        if file not in self._open:
-            handle = safe_open(self.folder / file, framework="pt")
-            self._open[file] = self._stack.enter_context(handle)
-        if not index:
-            return self._open[file].get_tensor(name)
-        return self._open[file].get_slice(name)[index]
+        # Opened each time: a mapping goes when the file is closed and the tensor dropped, so that
+        # no more of a file is mapped than is in use.
+        with safe_open(self.folder / self.file_of[name], framework="pt") as opened:
+            return opened.get_slice(name)[index] if index else opened.get_tensor(name)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same shape and values; reads some rows at a time.
