@@ -30,6 +30,7 @@ from torchtitan_matrixfsdp.cpu_device import use_cpu_device
 State = dict[str, torch.Tensor]
 JOB = ["--training.seq_len=32", "--training.local_batch_size=2"]
 QWEN = ["--model.name=qwen3_owner"]
+SINGLE = "model-00001-of-00001.safetensors"
 MAX_FILE_BYTES = 300_000  # several files: embedding and head have 524,288 bytes each
 TWO_RANKS = {
     "zero3": [],
@@ -275,7 +276,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(two_ranks) -> None:
             "model.safetensors.index.json",
             "another folder",
         ],
-        "full": ["rank 1", str(tmp / "full" / "model.safetensors"), "too large", "Free space"],
+        "full": ["rank 1", str(tmp / "full" / SINGLE), "too large", "Free space"],
         "shape": ["down_proj", "(64, 191)", "(64, 192)", "flavor"],
         "lacks": [str(tmp / "lacks"), "layers.1.mlp.down_proj.weight", "flavor"],
     }.items():
@@ -286,7 +287,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(two_ranks) -> None:
     assert errors[0]["shape"].startswith(f"on rank {owner}: ")
     assert all(rank["unchanged"] for rank in errors)
     # The failed export left nothing that is taken for weights, and the next one replaced it.
-    assert sorted(contents(tmp / "full")) == ["model.safetensors", "model.safetensors.index.json"]
+    assert sorted(contents(tmp / "full")) == [SINGLE, "model.safetensors.index.json"]
     assert are_equal(load_all(tmp / "full"), load_all(tmp / "zero3"))
 
 

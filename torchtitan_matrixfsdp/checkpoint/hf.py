@@ -197,8 +197,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _about_writing(path: Path, error: OSError) -> str:
+    named = error.filename2 or error.filename or path
     return (
-        f"export of weights: cannot write {path}: {error.strerror or error}. Free space or choose "
+        f"export of weights: cannot write {named}: {error.strerror or error}. Free space or choose "
         "a folder that can be written to, and export again."
     )
 

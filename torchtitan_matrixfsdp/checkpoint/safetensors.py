@@ -126,9 +126,8 @@ def plan_export(
             groups.append([])
         groups[-1].append(tensor)
     count = len(groups)
+    # One file is numbered as well: TorchTitan looks for a number in every name of an index.
     names = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
-    if count == 1:
-        names = ["model.safetensors"]
     files = tuple(_plan_file(name, group) for name, group in zip(names, groups, strict=True))
     return ExportPlan(by_name, files)
 
@@ -218,21 +217,24 @@ class SafetensorsWriter:
             os.close(self._open.popitem()[1])
 
     def publish(self, extra_files: Mapping[str, bytes]) -> None:
-        """Give the files their names, write ``extra_files`` beside them and, last, the index."""
+        """Write ``extra_files``, then give the weights their names and, last, write the index."""
+        for name, content in extra_files.items():
+            self._replace(name, content)
         for file in self.plan.files:
             with open(self._partial(file), "rb") as stream:
                 os.fsync(stream.fileno())  # the header, which no tensor may follow
             os.rename(self._partial(file), self.folder / file.name)
-        for name, content in {**extra_files, INDEX_FILE: self.plan.index}.items():
-            temporary = self.folder / (name + PARTIAL)
-            with open(temporary, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            if name == INDEX_FILE:
-                _sync_folder(self.folder)
-            os.rename(temporary, self.folder / name)
         _sync_folder(self.folder)
+        self._replace(INDEX_FILE, self.plan.index)
+        _sync_folder(self.folder)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        temporary = self.folder / (name + PARTIAL)
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(temporary, self.folder / name)
 
     def _partial(self, file: FilePlan) -> Path:
         return self.folder / (file.name + PARTIAL)
