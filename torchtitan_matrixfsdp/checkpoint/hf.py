@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.hf_names import Convert, Reverse, to_hf_alone
 from torchtitan_matrixfsdp.checkpoint.parts import Part, is_cut, part_here
-from torchtitan_matrixfsdp.checkpoint.safetensors_reader import READ_ERRORS, Reader
 from torchtitan_matrixfsdp.checkpoint.safetensors import (
     DEFAULT_MAX_FILE_BYTES,
     SafetensorsWriter,
@@ -32,6 +31,7 @@ from torchtitan_matrixfsdp.checkpoint.safetensors import (
     plan_export,
     refuse_existing,
 )
+from torchtitan_matrixfsdp.checkpoint.safetensors_reader import READ_ERRORS, Reader
 from torchtitan_matrixfsdp.checkpoint.verdict import (
     gather_or_raise,
     raise_together,
@@ -238,7 +238,7 @@ def import_hf(
     try:
         wanted = [meta for fqn in parts for meta in reverse.sources[fqn].tensors]
         dtypes = reader.check(wanted)
-        _check_others(reader, reverse, known)
+        check_others(reader, reverse, known)
         _log_conversion(dtypes, state)
     except CheckpointError as error:
         fault = str(error)
@@ -267,7 +267,7 @@ def _read_part(fqn: str, part: Part, reverse: Reverse, reader: Reader) -> None:
     part.local.copy_(reverse.convert(fqn, values)[part.index])
 
 
-def _check_others(reader: Reader, reverse: Reverse, known: set[str]) -> None:
+def check_others(reader: Reader, reverse: Reverse, known: set[str]) -> None:
     """Check that what nobody asked for may be left out.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan_matrixfsdp.checkpoint.difference import Difference, TensorDifference
+from torchtitan_matrixfsdp.checkpoint.hf_report import HfSummary
 from torchtitan_matrixfsdp.checkpoint.inspection import CheckpointSummary, PlanSummary, RunSummary
 from torchtitan_matrixfsdp.checkpoint.verification import Verification
 
@@ -70,7 +71,7 @@ def checkpoint_text(summary: CheckpointSummary, list_tensors: bool) -> str:
             (
                 t.key,
                 t.dtype,
-                "x".join(map(str, t.shape)) or "scalar",
+                _shape_text(t.shape),
                 t.layout,
                 "-" if t.owner is None else str(t.owner),
             )
@@ -78,6 +79,35 @@ def checkpoint_text(summary: CheckpointSummary, list_tensors: bool) -> str:
         ]
         lines += ["", *table(("tensor", "dtype", "shape", "layout", "owner"), rows)]
     return "\n".join(lines)
+
+
+def hf_text(summary: HfSummary, list_tensors: bool) -> str:
+    """A folder of Hugging Face weights."""
+    lines = [
+        summary.path,
+        "",
+        *pairs(
+            [
+                ("format", "Hugging Face weights"),
+                ("index", "yes" if summary.has_index else "no: a single file"),
+                ("tensors", f"{len(summary.tensors):,}, {summary.elements:,} elements"),
+                ("dtypes", ", ".join(f"{name}: {n:,}" for name, n in summary.dtypes.items())),
+            ]
+        ),
+        "",
+    ]
+    files = [(name, size_text(size)) for name, size in summary.files.items()]
+    lines += _shortened(("file", "bytes"), files)
+    if list_tensors:
+        rows = [
+            (name, dtype, _shape_text(shape)) for name, (dtype, shape) in summary.tensors.items()
+        ]
+        lines += ["", *table(("tensor", "dtype", "shape"), rows)]
+    return "\n".join(lines)
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _plan_lines(title: str, plan: PlanSummary) -> Iterator[str]:

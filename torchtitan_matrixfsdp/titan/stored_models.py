@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.placement import Blocks
+from torchtitan_matrixfsdp.titan.hf_config import hf_extra_files
 from torchtitan_matrixfsdp.titan.job_config import MatrixOptimizer
 from torchtitan_matrixfsdp.titan.parallelize import describe_blocks, route_model
 from torchtitan_matrixfsdp.titan.train_specs import MODEL_NAMES, dense_flavors
@@ -21,7 +23,7 @@ class StoredModel:
     Attributes:
         args: TorchTitan's arguments of the model.
         adapter: to and from Hugging Face's names.
-        module: the model on meta.
+        state: the tensors of the model by FQN, on meta.
 
     Raises:
         CheckpointError: no such model or flavor.
@@ -37,13 +39,22 @@ class StoredModel:
             )
         spec = get_train_spec(name)
         self.args: Any = flavors[flavor]
-        self.adapter = spec.state_dict_adapter and spec.state_dict_adapter(self.args, None)
+        assert spec.state_dict_adapter is not None  # both models have one
+        self.adapter = spec.state_dict_adapter(self.args, None)
         with torch.device("meta"):
             model = spec.model_cls(self.args)
         assert isinstance(model, nn.Module)
-        self.module = model
+        self._model = model
+        self.state: dict[str, torch.Tensor] = model.state_dict()
 
     def blocks(self) -> Blocks:
         """Its blocks, with the matrices that the defaults of ``[matrix_optimizer]`` take."""
-        routing = route_model(self.module, MatrixOptimizer())
-        return Blocks(tuple(describe_blocks(self.module)), frozenset(routing.matrices))
+        routing = route_model(self._model, MatrixOptimizer())
+        return Blocks(tuple(describe_blocks(self._model)), frozenset(routing.matrices))
+
+    def extra_files(
+        self, hf_assets: Path | None, dtype: torch.dtype, seq_len: int | None
+    ) -> dict[str, bytes]:
+        """What stands beside exported weights, by file name; as
+        :func:`~torchtitan_matrixfsdp.titan.hf_config.hf_extra_files`."""
+        return hf_extra_files(self.args, hf_assets, dtype, seq_len)

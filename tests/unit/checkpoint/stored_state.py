@@ -56,18 +56,20 @@ def save_stock(state: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def save_llama(path: Path) -> tuple[Path, StoredModel]:
-    """A checkpoint of a small Llama 3, without the names of its model."""
+def save_model(
+    path: Path, name: str = "llama3_owner", tied: bool = True
+) -> tuple[Path, StoredModel]:
+    """A checkpoint of flavor ``tiny``, whose manifest does not name it. ``tied``: the head is the
+    embedding where the model has it so."""
     add_tiny_flavors()
-    model = StoredModel("llama3_owner", "tiny")
+    model = StoredModel(name, "tiny")
     generator = torch.Generator().manual_seed(0)
     weights, momenta = (
-        {
-            key: torch.randn(value.shape, generator=generator)
-            for key, value in model.module.state_dict().items()
-        }
+        {key: torch.randn(value.shape, generator=generator) for key, value in model.state.items()}
         for _ in range(2)
     )
+    if tied and name == "qwen3_owner":
+        weights["output.weight"] = weights["tok_embeddings.weight"]
     state = make_state()
     momenta = {f"state.{key}.momentum": value for key, value in momenta.items()}
     rest = {key: state[key] for key in ("lr_scheduler", "dataloader", "train_state")}

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.unit.checkpoint.stored_state import (
     load_stock,
     make_state,
-    save_llama,
+    save_model,
     save_owner,
     save_stock,
 )
@@ -96,7 +96,7 @@ def test_rows_are_those_of_fsdp2(tmp_path, capsys):
 
 
 def test_owner_files_follow_the_plan_of_a_job(tmp_path, capsys):
-    source, model = save_llama(tmp_path / "source")
+    source, model = save_model(tmp_path / "source")
     target = tmp_path / "owner"
     run(capsys, "convert", source, target, "--to", "owner", "--world-size", "3", *LLAMA)
     run(capsys, "verify", target)
@@ -120,7 +120,7 @@ def test_owner_files_follow_the_plan_of_a_job(tmp_path, capsys):
 
 
 def test_owner_to_rows_to_owner_is_bitwise_the_same(tmp_path, capsys):
-    source, _ = save_llama(tmp_path / "source")
+    source, _ = save_model(tmp_path / "source")
     first, rows, again = (tmp_path / name for name in ("first", "rows", "again"))
     run(capsys, "convert", source, first, "--to", "owner", "--world-size", "2", *LLAMA)
     run(capsys, "convert", first, rows, "--to", "rows", "--world-size", "3")
@@ -136,7 +136,7 @@ def test_owner_to_rows_to_owner_is_bitwise_the_same(tmp_path, capsys):
 
 def test_saved_plan_is_the_source_of_the_new_one(tmp_path, capsys):
     """Routing that was not the default's is kept, and no model is asked for."""
-    source, model = save_llama(tmp_path / "source")
+    source, model = save_model(tmp_path / "source")
     blocks = model.blocks()
     without_wo = {fqn for fqn in blocks.matrices if "wo" not in fqn}
     plan = make_plan("role_greedy", blocks.blocks, without_wo, 2)
@@ -151,7 +151,7 @@ def test_saved_plan_is_the_source_of_the_new_one(tmp_path, capsys):
 
 
 def test_plans_of_interleaved_stages_are_joined(tmp_path):
-    _, model = save_llama(tmp_path / "source")
+    _, model = save_model(tmp_path / "source")
     blocks = model.blocks()
     plans = [
         json.loads(

@@ -99,8 +99,9 @@ def test_damage_is_an_error_and_no_difference(base, tmp_path, capsys):
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
 def test_illegal_tolerance(base, capsys, tolerance):
-    assert main(["diff", str(base), str(base), f"--tolerance={tolerance}"]) == 2
-    assert "--tolerance: received" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as raised:
+        main(["diff", str(base), str(base), f"--tolerance={tolerance}"])
+    assert raised.value.code == 2 and "--tolerance: received" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.safetensors_reader import Reader, read_header, read_weight_map
 from torchtitan_matrixfsdp.checkpoint.safetensors import (
     DTYPE_NAMES,
     INDEX_FILE,
@@ -20,6 +19,7 @@ from torchtitan_matrixfsdp.checkpoint.safetensors import (
     plan_export,
     refuse_existing,
 )
+from torchtitan_matrixfsdp.checkpoint.safetensors_reader import Reader, read_header, read_weight_map
 
 SINGLE = "model-00001-of-00001.safetensors"
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0, 4)]
