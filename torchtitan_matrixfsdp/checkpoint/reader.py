@@ -65,8 +65,9 @@ class OwnerStorageReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        buffer = bytearray(PIECE)
         for name, items in by_file.items():
-            with DataFile(Path(self.path) / name) as file:
+            with DataFile(Path(self.path) / name, buffer) as file:
                 for item in sorted(items, key=self._offset):
                     self._read_item(file, item, planner)
                 self.bytes_read += file.bytes_read
@@ -152,12 +153,15 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class DataFile:
-    """One data file, open for reading, with its checksums if there are any."""
+    """One data file, open for reading, with its checksums if there are any.
 
-    def __init__(self, path: Path) -> None:
+    ``buffer`` is of one piece, and may be shared by files that are read one after another.
+    """
+
+    def __init__(self, path: Path, buffer: bytearray | None = None) -> None:
         self.path = path
         self.bytes_read = 0
-        self.buffer = bytearray(PIECE)
+        self.buffer = bytearray(PIECE) if buffer is None else buffer
         self._items = read_checksums(path)
         self._file: FileIO | None = None
         self._size = 0
