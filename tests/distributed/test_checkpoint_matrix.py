@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.checkpoints import SAVING, erase, load, whole_state
-from tests.distributed.trainer import add_tiny_flavors, build_trainer, digest
+from tests.distributed.trainer import add_tiny_flavors, build_trainer, digest, run_job
 from tests.harness import run_ranks
 from tests.support import CorpusPaths
+from torchtitan_matrixfsdp.checkpoint import read_manifest
 
 SMALL = [
     "--training.seq_len=64",
@@ -248,3 +249,51 @@ def test_seed_checkpoints(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
     for state, step in run_ranks(_start_from_seed, 2, corpus_dir, tmp_path):
         assert step == 0
         assert state == seed
+
+
+def _before_the_first_step(corpus: CorpusPaths, tmp: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for optimizer in ("Muon", "Shampoo", "SOAP"):
+        job = [*SMALL, f"--matrix_optimizer.name={optimizer}", "--training.steps=1"]
+        untouched = run_job(job, corpus, tmp / "untouched")
+        saving = ["--checkpoint.enable", "--checkpoint.no-last-save-model-only"]
+        trainer = build_trainer([*job, *saving], corpus, tmp / optimizer)
+        before = whole_state(trainer)
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+        found[optimizer] = {
+            "before": before,
+            "after": whole_state(trainer),
+            "keys": list(trainer.optimizers.state_dict()),
+            "untouched": untouched.final,
+        }
+        trainer.close()
+        # Step 0 is loaded as a seed: its weights, and a first step as if nothing had happened.
+        continued = run_job([*job, *saving], corpus, tmp / optimizer)
+        found[optimizer]["continued"] = continued.final
+    manifest = read_manifest(tmp / "Muon" / "checkpoint" / "step-1")
+    assert manifest is not None
+    found["manifest"] = manifest
+    return found
+
+
+def test_saving_before_the_first_step_changes_nothing(
+    corpus_dir: CorpusPaths, tmp_path: Path
+) -> None:
+    """Cases 10 and 11: state is there before a step, reading it is no step, keys agree on all
+    ranks. And the plan of the job is in the manifest, as plain JSON."""
+    ranks = run_ranks(_before_the_first_step, 2, corpus_dir, tmp_path, timeout_s=240)
+    for found in ranks:
+        for optimizer in ("Muon", "Shampoo", "SOAP"):
+            one = found[optimizer]
+            assert one["after"] == one["before"]
+            assert one["continued"] == one["untouched"]
+            assert one["keys"] == ranks[0][optimizer]["keys"]
+    manifest = ranks[0]["manifest"]
+    assert manifest.job["step"] == 1
+    assert manifest.job["world_size"] == 2
+    assert manifest.job["tokens_seen"] == 2 * 64
+    (plan,) = manifest.plans
+    shards = [shard for block in plan["blocks"] for shard in block["shards"]]
+    assert {shard["owner"] for shard in shards} == {0, 1}
+    names = {shard["fqn"] for shard in shards}
+    assert {f"layers.{n}.feed_forward.w1.weight" for n in range(3)} <= names

@@ -71,11 +71,6 @@ def read_checksums(data_file: Path) -> dict[int, StoredItem] | None:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
 
-def checksum(data: Any) -> int:
-    """XXH3 of a buffer, 64 bits."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
 class HashingStream(RawIOBase):
     """A stream that writes to ``raw`` and checksums what passes, in pieces.
 

@@ -11,7 +11,7 @@ A checkpoint is a folder that DCP's own reader understands, with two kinds of fi
 | `.metadata`       | DCP's index, pickled by DCP; written last, by a rename                   |
 
 A folder without `.metadata` is partial, whatever else it has. Checksums are XXH3 (64 bits) of
-pieces of 4 MiB, counted from the start of each stream, so that a rank which needs some rows of a
+pieces of 1 MiB, counted from the start of each stream, so that a rank which needs some rows of a
 tensor can check what it reads without reading the rest.
 """
 
@@ -31,7 +31,7 @@ FORMAT = 1
 MANIFEST = "matrixfsdp.json"
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
-PIECE = 4 << 20
+PIECE = 1 << 20
 """Bytes under one checksum."""
 
 

@@ -1,9 +1,9 @@
 """DCP storage reader that reads what a rank needs, and checks every byte of it.
 
 Of a checkpoint that :class:`~torchtitan_matrixfsdp.checkpoint.writer.OwnerStorageWriter` wrote,
-a rank reads the pieces (of 4 MiB) that hold its rows of each tensor, through one buffer of that
-size. Other checkpoints (of stock TorchTitan) have no checksums and are read as DCP reads them: one
-stored tensor at a time, whole.
+a rank reads the pieces that hold its rows of each tensor, through one buffer of 256 KiB. Other
+checkpoints (of stock TorchTitan) have no checksums and are read as DCP reads them: one stored
+tensor at a time, whole.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import io
 import math
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, checksum, read_checksums
+from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, read_checksums
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.manifest import METADATA, PIECE, read_manifest
+
+BUFFER = 256 << 10
+"""Bytes read at once; divides a piece."""
 
 _REMEDY = (
     "Load another step with checkpoint.load_step, or restore the file from a copy; `python -m "
@@ -65,7 +70,7 @@ class OwnerStorageReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        buffer = bytearray(PIECE)
+        buffer = bytearray(BUFFER)
         for name, items in by_file.items():
             with DataFile(Path(self.path) / name, buffer) as file:
                 for item in sorted(items, key=self._offset):
@@ -155,13 +160,13 @@ def read_metadata(folder: Path) -> Metadata:
 class DataFile:
     """One data file, open for reading, with its checksums if there are any.
 
-    ``buffer`` is of one piece, and may be shared by files that are read one after another.
+    ``buffer`` is of ``BUFFER`` bytes, and may be shared by files that are read one after another.
     """
 
     def __init__(self, path: Path, buffer: bytearray | None = None) -> None:
         self.path = path
         self.bytes_read = 0
-        self.buffer = bytearray(PIECE) if buffer is None else buffer
+        self.buffer = bytearray(BUFFER) if buffer is None else buffer
         self._items = read_checksums(path)
         self._file: FileIO | None = None
         self._size = 0
@@ -182,6 +187,21 @@ class DataFile:
         """The open file."""
         assert self._file is not None
         return self._file
+
+    def read_into(self, part: memoryview, position: int, key: str) -> None:
+        """Fill ``part`` with the bytes from ``position`` on, which are of ``key``.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        self.file.seek(position)
+        got = 0
+        while got < len(part):
+            count = self.file.readinto(part[got:])
+            if not count:
+                raise CheckpointError(f"{self.path}: ended while {key} was read. {_REMEDY}")
+            got += count
+        self.bytes_read += got
 
     def stream(self, offset: int, length: int, key: str) -> StoredStream:
         """The stream at ``offset``, which is that of ``key``.
@@ -223,9 +243,8 @@ class StoredStream:
     def whole(self) -> bytearray:
         """All bytes, checked."""
         content = bytearray(self.length)
-        view = memoryview(content)
-        for number, start in enumerate(range(0, self.length, PIECE)):
-            self._read_piece(number, view[start : start + PIECE])
+        for at, part in self._parts(0, self.length):
+            content[at : at + len(part)] = part
         return content
 
     def tensor(self) -> torch.Tensor:
@@ -247,32 +266,29 @@ class StoredStream:
         width = dtype.itemsize
         begin = self.item.values_at + start * width  # in the stream
         end = begin + target.numel() * width
-        for number in range(begin // PIECE, -(-end // PIECE)):
-            first = number * PIECE
-            piece = memoryview(self.data_file.buffer)[: min(PIECE, self.length - first)]
-            self._read_piece(number, piece)
-            low, high = max(begin, first), min(end, first + len(piece))
-            # A piece may cut a value of 16 bytes, but none of 8: streams align values to 64 bytes.
-            part = torch.frombuffer(
-                piece, dtype=dtype, offset=low - first, count=(high - low) // width
-            )
-            target[(low - begin) // width : (high - begin) // width].copy_(part)
+        for at, part in self._parts(begin, end):
+            low, high = max(begin, at), min(end, at + len(part))
+            if low < high:
+                # No value is cut: see `values_at`.
+                count, done = (high - low) // width, (low - begin) // width
+                values = torch.frombuffer(part, dtype=dtype, offset=low - at, count=count)
+                target[done : done + count].copy_(values)
 
-    def _read_piece(self, number: int, into: memoryview) -> None:
-        file = self.data_file.file
-        file.seek(self.offset + number * PIECE)
-        got = 0
-        while got < len(into):
-            count = file.readinto(into[got:])
-            if not count:
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """The pieces that hold bytes ``begin`` to ``end``, in parts of at most a buffer, each with
+        its position in the stream. A piece is checked when its last part has been used: what was
+        made of a damaged one is never seen, since reading it raises."""
+        file, buffer = self.data_file, memoryview(self.data_file.buffer)
+        for number in range(begin // PIECE, -(-end // PIECE)):
+            first, last = number * PIECE, min((number + 1) * PIECE, self.length)
+            hasher = xxhash.xxh3_64()
+            for at in range(first, last, BUFFER):
+                part = buffer[: min(BUFFER, last - at)]
+                file.read_into(part, self.offset + at, self.key)
+                hasher.update(part)
+                yield at, part
+            if self.item is not None and hasher.intdigest() != self.item.pieces[number]:
                 raise CheckpointError(
-                    f"{self.data_file.path}: ended while {self.key} was read. {_REMEDY}"
+                    f"{file.path}: bytes {self.offset + first:,} to {self.offset + last:,} "
+                    f"({self.key}) are not those that were saved: the checksum differs. {_REMEDY}"
                 )
-            got += count
-        self.data_file.bytes_read += got
-        if self.item is not None and checksum(into) != self.item.pieces[number]:
-            low = self.offset + number * PIECE
-            raise CheckpointError(
-                f"{self.data_file.path}: bytes {low:,} to {low + got:,} ({self.key}) are not those "
-                f"that were saved: the checksum differs. {_REMEDY}"
-            )
