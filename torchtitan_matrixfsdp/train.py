@@ -101,6 +101,13 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
+if __name__ == "__mp_main__":
+    # The process in which DCP saves in the background imports this module as it starts. Until the
+    # first save it waits for those of the other ranks, half an hour if they are gone.
+    from torchtitan_matrixfsdp.checkpoint.background import end_with_parent
+
+    end_with_parent(os.getppid())
+
 if __name__ == "__main__":
     exit_status = main()
     from torchtitan.tools.utils import device_type
