@@ -189,7 +189,7 @@ class OwnerCheckpointManager(CheckpointManager):
         """Delete all but the newest ``keep_latest_k`` complete checkpoints.
 
         TorchTitan counts incomplete ones as well, so that a few crashes in a row would delete every
-        complete one. Steps that are yet to come, of a run before ``checkpoint.load_step`` went back,
+        complete one. Steps that are yet to come, saved before ``checkpoint.load_step`` went back,
         are left alone: counted, they would have the steps deleted that replace them. A folder is
         renamed before it is deleted: half deleted, it is no checkpoint.
         """
