@@ -1,4 +1,4 @@
-"""A process group of one, for what a checkpoint's code asks of it."""
+"""A process group of one, for code that asks for its rank or gathers from all."""
 
 from collections.abc import Iterator
 

@@ -220,20 +220,20 @@ def test_initial_load_starts_a_run_of_its_own(tmp_path: Path) -> None:
             _resumed(new, initial_load_path=str(wrong))
 
 
-def test_a_save_that_fails_is_reported_and_costs_nothing(tmp_path: Path) -> None:
-    """A file where the folder of the run was: also root cannot write below it."""
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_save_that_fails_is_reported_and_costs_nothing(tmp_path: Path, async_mode: str) -> None:
+    """A file where the run's folder was: root too cannot write below it."""
     folder = tmp_path / "checkpoint"
-    for async_mode in ("disabled", "async"):
-        with _run(tmp_path, async_mode=async_mode) as run:
-            _save(run, 1)
-            while not step_folders(folder)[0].is_complete:  # or it would be what fails
-                time.sleep(0.01)
-            folder.rename(tmp_path / "kept")
-            folder.write_text("in the way")
-            with pytest.raises(CheckpointError) as caught:
-                _save(run, 2, 3)
-            folder.unlink()
-            (tmp_path / "kept").rename(folder)
-        for fragment in ("cannot save", str(folder), "checkpoint.folder"):
-            assert fragment in str(caught.value)
-        assert _resumed(tmp_path) == 1
+    with _run(tmp_path, async_mode=async_mode) as run:
+        _save(run, 1)
+        while not any(entry.is_complete for entry in step_folders(folder)):
+            time.sleep(0.01)  # or this save would be what fails
+        folder.rename(tmp_path / "kept")
+        folder.write_text("in the way")
+        with pytest.raises(CheckpointError) as caught:
+            _save(run, 2, 3)
+        folder.unlink()
+        (tmp_path / "kept").rename(folder)
+    for fragment in ("cannot save", str(folder), "checkpoint.folder"):
+        assert fragment in str(caught.value)
+    assert _resumed(tmp_path) == 1
