@@ -101,11 +101,16 @@ class HashingStream(RawIOBase):
     """A stream that writes to ``raw`` and checksums what passes, in pieces.
 
     Closing it leaves ``raw`` open.
+
+    Attributes:
+        length: bytes written so far.
+        failure: what ``raw`` raised, if it did; ``torch.save`` hides that behind its own error.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
         super().__init__()
         self.length = 0
+        self.failure: OSError | None = None
         self._raw = raw
         self._finished: list[int] = []
         self._current = xxhash.xxh3_64()
@@ -125,7 +130,11 @@ class HashingStream(RawIOBase):
         while start < view.nbytes:
             part = view[start : start + PIECE - self.length % PIECE]
             self._current.update(part)
-            self._raw.write(part)
+            try:
+                self._raw.write(part)
+            except OSError as error:
+                self.failure = error
+                raise
             self.length += part.nbytes
             start += part.nbytes
             if self.length % PIECE == 0:

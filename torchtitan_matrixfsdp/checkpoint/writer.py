@@ -169,7 +169,12 @@ def _write_object(stream: HashingStream, data: torch.Tensor | io.BytesIO) -> int
     size = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() != size:
         tensor = tensor.clone()
-    torch.save(tensor, cast(IO[bytes], stream))
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    except RuntimeError as error:
+        if stream.failure is not None:
+            raise stream.failure from error
+        raise
     at = stream.wrote(tensor.data_ptr(), size)
     # torch aligns values to 64 bytes of the stream, so that no piece ends within a value.
     return at if at is not None and at % tensor.element_size() == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import random
@@ -124,3 +125,14 @@ def test_a_checksum_file_of_arbitrary_bytes(tmp_path: Path) -> None:
     checksum_path(data_file).write_bytes(bytes(range(128, 256)))
     with pytest.raises(CheckpointError, match="damaged"):
         read_checksums(data_file)
+
+
+def test_a_full_disk_is_not_hidden_by_torch_save() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = HashingStream(Full())
+    with pytest.raises((OSError, RuntimeError)):
+        torch.save(torch.zeros(3), stream)
+    assert stream.failure is not None and stream.failure.errno == errno.ENOSPC
