@@ -28,7 +28,13 @@ from torch.futures import Future
 
 from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, read_checksums
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.manifest import METADATA, PIECE, read_manifest
+from torchtitan_matrixfsdp.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    PIECE,
+    RESTORE,
+    read_manifest,
+)
 
 BUFFER = 256 << 10
 """Bytes read at once; divides a piece."""
@@ -67,12 +73,14 @@ class OwnerStorageReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of ``plan``, file by file in the order of their offsets."""
+        manifest = read_manifest(Path(self.path))
+        save_id = manifest.save_id if manifest is not None else None
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         buffer = bytearray(BUFFER)
         for name, items in by_file.items():
-            with DataFile(Path(self.path) / name, buffer) as file:
+            with DataFile(Path(self.path) / name, save_id, buffer) as file:
                 for item in sorted(items, key=self._offset):
                     self._read_item(file, item, planner)
                 self.bytes_read += file.bytes_read
@@ -142,6 +150,8 @@ def read_metadata(folder: Path) -> Metadata:
             f"step-<n> with a file {METADATA}."
         ) from error
     manifest = read_manifest(folder)
+    if manifest is None and any(folder.glob("__*_*.json")):
+        raise CheckpointError(f"{folder / MANIFEST}: missing, but checksums are there; {RESTORE}")
     if manifest is not None and hashlib.sha256(content).hexdigest() != manifest.metadata_sha256:
         raise CheckpointError(
             f"{path}: damaged, or of another checkpoint: its hash is not the one in the manifest. "
@@ -160,14 +170,19 @@ def read_metadata(folder: Path) -> Metadata:
 class DataFile:
     """One data file, open for reading, with its checksums if there are any.
 
-    ``buffer`` is of ``BUFFER`` bytes, and may be shared by files that are read one after another.
+    Args:
+        path: the file.
+        save_id: as for ``read_checksums``.
+        buffer: of ``BUFFER`` bytes; may be shared by files that are read one after another.
     """
 
-    def __init__(self, path: Path, buffer: bytearray | None = None) -> None:
+    def __init__(
+        self, path: Path, save_id: str | None = None, buffer: bytearray | None = None
+    ) -> None:
         self.path = path
         self.bytes_read = 0
         self.buffer = bytearray(BUFFER) if buffer is None else buffer
-        self._items = read_checksums(path)
+        self._items = read_checksums(path, save_id)
         self._file: FileIO | None = None
         self._size = 0
 
