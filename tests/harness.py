@@ -22,6 +22,7 @@ function of a rank runs.
 
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -37,7 +38,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -128,7 +131,7 @@ class _Ranks:
         self._ended = [False] * world_size
         self._stacks: dict[int, str] = {}
         # Pickled here and unpickled late in the child, after it has set its environment: that
-        # imports the test's module, hence torch, which reads the environment when it starts.
+        # imports the test's module, which may read it.
         self._payload = pickle.dumps((fn, args))
 
     def __enter__(self) -> "_Ranks":
@@ -137,11 +140,12 @@ class _Ranks:
                 undo.enter_context(tempfile.TemporaryDirectory(prefix="matrixfsdp-ranks-"))
             )
             undo.callback(self._kill)
-            context = multiprocessing.get_context("spawn")
+            context = _forking_context()
             for rank in range(self.world_size):
+                shape = (rank, self.world_size, str(self._dir))
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, self.world_size, str(self._dir), self.timeout_s, self._payload),
+                    args=(*shape, self.timeout_s, dict(os.environ), self._payload),
                     name=f"rank{rank}",
                     # A rank may have a child, as asynchronous checkpoints have; a daemon may not.
                     daemon=False,
@@ -267,8 +271,33 @@ class _Ranks:
             process.close()
 
 
+@functools.cache
+def _forking_context() -> ForkServerContext:
+    """Ranks are forked from a process that has imported what most of them need, and nothing more:
+    no thread runs in it, no group exists, no generator was drawn from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    # OpenMP's number of threads is read when torch is imported, in the server.
+    before = {name: os.environ.get(name) for name in _RANK_ENV}
+    os.environ.update(_RANK_ENV)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
 def _rank_main(
-    rank: int, world_size: int, directory: str, timeout_s: float, payload: bytes
+    rank: int,
+    world_size: int,
+    directory: str,
+    timeout_s: float,
+    environment: dict[str, str],
+    payload: bytes,
 ) -> None:
     """The child's side: run the function, leave the outcome in a file."""
     where = Path(directory)
@@ -282,6 +311,8 @@ def _rank_main(
     stack_file = stack_path.open("w")  # open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     stack_path.replace(stack_path.with_suffix(""))  # asks for the signal, which would have killed
+    os.environ.clear()  # the server's, from when it was started
+    os.environ.update(environment)
     os.environ.update(_RANK_ENV, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     warnings.filterwarnings("error", module=r"(torchtitan_matrixfsdp|tests)\b")
 

@@ -30,8 +30,9 @@ class _NoTraceback(logging.Filter):
         return True
 
 
-def main() -> None:
-    """Train as the command line says; exit with status 2 and one line if it asks the impossible."""
+def main() -> int:
+    """Train as the command line says; returns the exit status: 2, after one line, if it asks the
+    impossible or a checkpoint cannot be saved or loaded."""
     from torchtitan.tools import utils
 
     if not utils.device_module.is_available():
@@ -55,7 +56,8 @@ def main() -> None:
             raise
         rank = os.environ.get("RANK", "0")
         print(f"[rank {rank}] error: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 def _mistake(error: Exception, train_file: str) -> str | None:
@@ -63,6 +65,11 @@ def _mistake(error: Exception, train_file: str) -> str | None:
 
     ``train_file`` is the path of TorchTitan's trainer, within its package's folder.
     """
+    # Here and not above: torch is imported after the device is chosen.
+    from torchtitan_matrixfsdp.checkpoint import CheckpointError
+
+    if isinstance(error, CheckpointError):
+        return str(error)  # a file or a folder, at any time; it names them
     if isinstance(error, KeyError) and error.args[:1] in (("LOCAL_RANK",), ("WORLD_SIZE",)):
         return f"{error.args[0]} is not set; start with torchrun, or with scripts/run_train.sh"
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,22 +87,31 @@ def _mistake(error: Exception, train_file: str) -> str | None:
     return None
 
 
-def _leave() -> None:
-    """End the process without finalizing the interpreter, once training is over and saved.
+def _leave(status: int) -> None:
+    """End the process without finalizing the interpreter, once training is over and saved, or
+    given up.
 
     A thread of gloo may hold the last reference to a finished collective's tensor; letting go of
     it while the interpreter finalizes aborts the process (pytorch/pytorch#190489), and torchrun
-    would report a job that has trained to its end as failed.
+    would report a job that has trained to its end as failed, and a user's mistake as a crash.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
+
+if __name__ == "__mp_main__":
+    # The process in which DCP saves in the background imports this module as it starts. Until the
+    # first save it waits for those of the other ranks, half an hour if they are gone.
+    from torchtitan_matrixfsdp.checkpoint.background import end_with_parent
+
+    end_with_parent(os.getppid())
 
 if __name__ == "__main__":
-    main()
+    exit_status = main()
     from torchtitan.tools.utils import device_type
 
     if device_type == "cpu":
-        _leave()
+        _leave(exit_status)
+    sys.exit(exit_status)

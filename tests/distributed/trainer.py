@@ -177,11 +177,17 @@ def add_pointwise_model() -> None:
 
 
 def build_trainer(
-    overrides: list[str], corpus: CorpusPaths, dump_folder: Path, config_file: Path = CONFIG
+    overrides: list[str],
+    corpus: CorpusPaths,
+    dump_folder: Path,
+    config_file: Path = CONFIG,
+    is_stock: bool = False,
 ) -> Any:
-    """A real trainer for the debug configuration with command-line overrides."""
+    """A real trainer for the debug configuration with command-line overrides; ``is_stock``: that of
+    ``python -m torchtitan.train``."""
     use_cpu_device()
     from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
 
     add_tiny_flavors()
     # After the flavors: it registers the specs, which copy what there is.
@@ -200,7 +206,7 @@ def build_trainer(
             *overrides,
         ]
     )
-    return OwnerTrainer(config)
+    return Trainer(config) if is_stock else OwnerTrainer(config)
 
 
 def record_metrics(trainer: Any) -> Record:

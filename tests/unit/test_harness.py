@@ -1,4 +1,4 @@
-"""The spawn harness itself: what it returns, what it reports, what it leaves behind."""
+"""The harness itself: what it returns, what it reports, what it leaves behind."""
 
 import atexit
 import os
@@ -23,15 +23,38 @@ from tests.harness import (
 
 @pytest.fixture
 def mark(monkeypatch):
-    """Mark every process that this test starts, and check that none outlives it."""
+    """Mark every process that this test starts, and check that none outlives it, nor a rank."""
+    run_ranks(int, 1)  # the server that forks ranks stays, so it must not bear the mark
     name, value = "HARNESS_TEST", uuid.uuid4().hex
     monkeypatch.setenv(name, value)
     yield f"{name}={value}"
     assert _running(f"{name}={value}") == []
+    assert _forked_ranks() == []
 
 
 def _running(mark):
     return [pid for pid in processes_with_env(mark) if not _is_tracker(pid)]
+
+
+def _forked_ranks():
+    """The ranks that this process has started and that still run: children of its server."""
+    processes = [_status(path) for path in Path("/proc").glob("[0-9]*")]
+    servers = [pid for pid, parent, line in processes if parent == os.getpid() and _FORKS in line]
+    assert len(servers) == 1
+    return [pid for pid, parent, _ in processes if parent == servers[0]]
+
+
+_FORKS = b"multiprocessing.forkserver"
+
+
+def _status(path):
+    """Of a process: its id, its parent's, its command line; zeros of one that has ended."""
+    try:
+        state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+        line = (path / "cmdline").read_bytes()
+    except OSError:
+        return 0, 0, b""
+    return (0, 0, b"") if state == "Z" else (int(path.name), int(parent), line)
 
 
 def _is_tracker(pid):
@@ -236,7 +259,7 @@ def test_ranks_end_with_the_process_that_started_them(mark, tmp_path, monkeypatc
     while len(list(folder.iterdir())) < 2:
         assert time.monotonic() < deadline, "the ranks never started"
         time.sleep(0.1)
-    assert len(_running(mark)) == 3
+    assert len(_running(mark)) == 4  # that process, its server, and two ranks
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + 120

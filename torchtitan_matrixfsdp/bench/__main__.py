@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from torchtitan_matrixfsdp.bench.blocks import MODELS, WIDTH_MULTIPLE, LlamaShape
+from torchtitan_matrixfsdp.bench.checkpoint import CheckpointOptions
 from torchtitan_matrixfsdp.bench.comm import CommOptions
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions
 from torchtitan_matrixfsdp.bench.newton_schulz import (
@@ -29,8 +30,14 @@ from torchtitan_matrixfsdp.bench.ranks import (
     leave,
 )
 from torchtitan_matrixfsdp.bench.refresh import RefreshReport, refresh_report
-from torchtitan_matrixfsdp.bench.reports import comm_report, memory_report, step_report
+from torchtitan_matrixfsdp.bench.reports import (
+    checkpoint_report,
+    comm_report,
+    memory_report,
+    step_report,
+)
 from torchtitan_matrixfsdp.bench.results import (
+    CheckpointReport,
     CommReport,
     MemoryReport,
     NewtonSchulzReport,
@@ -38,6 +45,7 @@ from torchtitan_matrixfsdp.bench.results import (
 )
 from torchtitan_matrixfsdp.bench.step_modes import MODES, OPTIMIZERS
 from torchtitan_matrixfsdp.bench.tables import (
+    checkpoint_text,
     comm_text,
     memory_text,
     newton_schulz_text,
@@ -48,7 +56,9 @@ from torchtitan_matrixfsdp.comm import TRANSPORT_NAMES, TRANSPORTS
 from torchtitan_matrixfsdp.layout import StepShape
 from torchtitan_matrixfsdp.optim import COEFFICIENTS
 
-Report: TypeAlias = CommReport | MemoryReport | NewtonSchulzReport | RefreshReport | StepReport
+Report: TypeAlias = (
+    CheckpointReport | CommReport | MemoryReport | NewtonSchulzReport | RefreshReport | StepReport
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAX_OWN_RANKS = 64
@@ -78,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _text(report: Report) -> str:
     match report:
+        case CheckpointReport():
+            return checkpoint_text(report)
         case CommReport():
             return comm_text(report)
         case MemoryReport():
@@ -87,6 +99,12 @@ def _text(report: Report) -> str:
         case NewtonSchulzReport():
             return newton_schulz_text(report)
     return step_text(report)
+
+
+def _checkpoint(options: argparse.Namespace) -> CheckpointReport | None:
+    folder = None if options.folder is None else str(options.folder)
+    checkpoint = CheckpointOptions(options.layer_dim, options.blocks, options.repeats, folder)
+    return checkpoint_report(options.world_size, checkpoint)
 
 
 def _comm(options: argparse.Namespace) -> CommReport | None:
@@ -142,13 +160,14 @@ def _step(options: argparse.Namespace) -> StepReport | None:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Report | None]] = {
+    "checkpoint": _checkpoint,
     "comm": _comm,
     "memory": _memory,
     "newton-schulz": _newton_schulz,
     "refresh": _refresh,
     "step": _step,
 }
-_ON_RANKS = ("comm", "memory", "step")
+_ON_RANKS = ("checkpoint", "comm", "memory", "step")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,6 +176,13 @@ def _parser() -> argparse.ArgumentParser:
         description="What owner shards move, how fast, and in how much memory, beside FSDP2.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
+
+    checkpoint = commands.add_parser("checkpoint", help="saving and loading: time, bytes and peaks")
+    _add_common(checkpoint, world_size=4, repeats=5)
+    checkpoint.add_argument("--blocks", type=_integer(1, 64), default=8, help="default: 8")
+    checkpoint.add_argument(
+        "--folder", type=Path, help="an existing folder to write to (default: the system's own)"
+    )
 
     comm = commands.add_parser("comm", help="bytes and times of gathers and reductions")
     _add_common(comm, world_size=8, repeats=10)

@@ -17,6 +17,7 @@ from torchtitan_matrixfsdp.bench.blocks import (
     plan_blocks,
     scaled_model,
 )
+from torchtitan_matrixfsdp.bench.checkpoint import CheckpointOptions, measure_checkpoints
 from torchtitan_matrixfsdp.bench.comm import CommOptions, measure_layouts
 from torchtitan_matrixfsdp.bench.memory import MemoryOptions, measure_memory
 from torchtitan_matrixfsdp.bench.optimizer_step import (
@@ -27,6 +28,8 @@ from torchtitan_matrixfsdp.bench.optimizer_step import (
 from torchtitan_matrixfsdp.bench.ranks import is_reporter, on_ranks, rank_device
 from torchtitan_matrixfsdp.bench.results import (
     SCHEMA,
+    CheckpointReport,
+    CheckpointSystem,
     CommReport,
     LayoutResult,
     MeasuredStep,
@@ -80,6 +83,16 @@ def memory_report(world_size: int, options: MemoryOptions) -> MemoryReport | Non
     )
 
 
+def checkpoint_report(world_size: int, options: CheckpointOptions) -> CheckpointReport | None:
+    """What ``checkpoint`` reports; None where another process of the launcher reports."""
+    measured: tuple[Setting, tuple[CheckpointSystem, ...]] | None
+    measured = on_ranks(_checkpoint_on_rank, world_size, options)
+    if measured is None:
+        return None
+    setting, systems = measured
+    return CheckpointReport(SCHEMA, "checkpoint", setting, options.blocks, systems)
+
+
 def step_report(world_size: int, options: StepOptions) -> StepReport | None:
     """What ``step`` reports; None where another process of the launcher reports."""
     results: StepResults | None = on_ranks(measure_optimizer_step, world_size, options)
@@ -106,3 +119,10 @@ def _comm_on_rank(options: CommOptions) -> _CommMeasured:
 def _memory_on_rank(options: MemoryOptions) -> tuple[Setting, tuple[SystemMemory, ...]]:
     setting = Setting.here(torch.float32, rank_device(), options.dim, options.repeats)
     return setting, measure_memory(options)
+
+
+def _checkpoint_on_rank(
+    options: CheckpointOptions,
+) -> tuple[Setting, tuple[CheckpointSystem, ...]]:
+    setting = Setting.here(torch.float32, rank_device(), options.dim, options.repeats)
+    return setting, measure_checkpoints(options)

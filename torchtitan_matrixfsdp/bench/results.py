@@ -287,6 +287,36 @@ class StepReport:
     results: StepResults
 
 
+@dataclass(frozen=True)
+class CheckpointOperation:
+    """A save or a load: the slowest rank's time, and the bytes alive on top of the shards."""
+
+    seconds_here: float
+    to_fsdp2: Ratio
+    peak_bytes: Spread
+
+
+@dataclass(frozen=True)
+class CheckpointSystem:
+    """One system's checkpoint."""
+
+    system: str
+    disk_bytes: int
+    save: CheckpointOperation
+    load: CheckpointOperation
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What ``checkpoint`` reports."""
+
+    schema: int
+    command: str
+    setting: Setting
+    blocks: int
+    systems: tuple[CheckpointSystem, ...]
+
+
 def spread(value: int) -> Spread:
     """The spread of every rank's ``value``; a collective, the same on all ranks."""
     values: list[int] = [0] * dist.get_world_size()

@@ -123,7 +123,7 @@ def _measure(
     system: str, shape: LlamaShape, sharded: ShardedModel, predicted: StepAccount
 ) -> MeasuredStep:
     model = sharded.model
-    optimizers = _optimizers(model, is_stock=sharded.context is None)
+    optimizers = make_optimizers(model, is_stock=sharded.context is None)
     x = sample(shape, _TOKENS)
     counted = []
     with SentBytes() as sent:
@@ -151,7 +151,8 @@ def _measure(
     )
 
 
-def _optimizers(model: nn.Module, is_stock: bool) -> list[LocalStepOptimizer]:
+def make_optimizers(model: nn.Module, is_stock: bool) -> list[LocalStepOptimizer]:
+    """Muon for the matrices of ``model``, on row shards where ``is_stock``, and AdamW."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
 

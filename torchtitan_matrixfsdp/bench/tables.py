@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torchtitan_matrixfsdp.bench.refresh import RefreshReport
 from torchtitan_matrixfsdp.bench.results import (
+    CheckpointReport,
     CommReport,
     LayoutResult,
     MeasuredStep,
@@ -57,6 +58,29 @@ def memory_text(report: MemoryReport) -> str:
     title = (
         f"{report.blocks} blocks of P_B = {_megabytes(report.block_bytes)} MB, {report.tokens} "
         "tokens: peak MB on top of the sharded parameters, the fullest rank's (ratio to fsdp2)"
+    )
+    return f"{_setting(report.setting)}\n\n{title}\n{_table(head, rows)}"
+
+
+def checkpoint_text(report: CheckpointReport) -> str:
+    """The ``checkpoint`` report."""
+    rows = [
+        [
+            system.system,
+            _megabytes(system.disk_bytes),
+            *(
+                cell
+                for operation in (system.save, system.load)
+                for cell in (_ratio(operation.to_fsdp2), _megabytes(operation.peak_bytes.max))
+            ),
+        ]
+        for system in report.systems
+    ]
+    head = ["system", "MB on disk", "save, time to fsdp2's", "peak MB"]
+    head += ["load, time to fsdp2's", "peak MB"]
+    title = (
+        f"{report.blocks} blocks with the state of Muon and AdamW; peaks on top of the shards, the "
+        "fullest rank's"
     )
     return f"{_setting(report.setting)}\n\n{title}\n{_table(head, rows)}"
 

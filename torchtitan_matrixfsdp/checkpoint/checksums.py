@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.manifest import FORMAT, PIECE, read_json
+from torchtitan_matrixfsdp.checkpoint.manifest import FORMAT, MANIFEST, PIECE, RESTORE, read_json
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,60 @@ def checksum_path(data_file: Path) -> Path:
     return data_file.with_suffix(".json")
 
 
-def checksums_to_json(items: Mapping[int, StoredItem]) -> str:
+def checksums_to_json(items: Mapping[int, StoredItem], save_id: str = "") -> str:
     """The text of a checksum file, from the items by their offset in the data file."""
+    content = {
+        str(offset): [item.length, item.values_at, [f"{piece:016x}" for piece in item.pieces]]
+        for offset, item in items.items()
+    }
     record = {
         "format": FORMAT,
+        "save_id": save_id,
         "piece": PIECE,
-        "items": {
-            str(offset): [item.length, item.values_at, [f"{piece:016x}" for piece in item.pieces]]
-            for offset, item in items.items()
-        },
+        "items": content,
+        "items_checksum": _checksum_of(content),
     }
     return json.dumps(record, separators=(",", ":")) + "\n"
 
 
-def read_checksums(data_file: Path) -> dict[int, StoredItem] | None:
+def read_checksums(data_file: Path, save_id: str | None = None) -> dict[int, StoredItem] | None:
     """The items of ``data_file`` by offset; ``None`` where it has no checksum file.
 
+    Args:
+        data_file: its path.
+        save_id: of the manifest beside it, if there is one: then there must be checksums, and of
+            the same save.
+
     Raises:
-        CheckpointError: the checksum file is damaged or of a newer format.
+        CheckpointError: the checksum file is damaged, of a newer format or of another save, or is
+            missing though there is a manifest.
     """
     path = checksum_path(data_file)
     if not path.is_file():
+        if save_id is not None:
+            raise CheckpointError(f"{path}: missing, but {MANIFEST} is there; {RESTORE}")
         return None
     record = read_json(path)
     try:
         if record["piece"] != PIECE:
             raise ValueError(f"pieces of {record['piece']} bytes; legal: {PIECE}")
-        return {
-            int(offset): StoredItem(length, values_at, tuple(int(piece, 16) for piece in pieces))
-            for offset, (length, values_at, pieces) in record["items"].items()
-        }
+        content, theirs = record["items"], record["save_id"]
+        # A wrong position of values, for one, would read other bytes that are intact.
+        if _checksum_of(content) != record["items_checksum"]:
+            raise ValueError("it is not what was written")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+        raise CheckpointError(f"{path}: damaged ({error}); {RESTORE}") from error
+    if save_id is not None and theirs != save_id:
+        raise CheckpointError(f"{path}: of another checkpoint than {MANIFEST} beside it; {RESTORE}")
+    return {
+        int(offset): StoredItem(length, values_at, tuple(int(piece, 16) for piece in pieces))
+        for offset, (length, values_at, pieces) in content.items()
+    }
+
+
+def _checksum_of(content: Any) -> str:
+    text = json.dumps(content, separators=(",", ":"))
+    return f"{checksum(text.encode()):016x}"
 
 
 def checksum(data: Any) -> int:
@@ -80,11 +102,16 @@ class HashingStream(RawIOBase):
     """A stream that writes to ``raw`` and checksums what passes, in pieces.
 
     Closing it leaves ``raw`` open.
+
+    Attributes:
+        length: bytes written so far.
+        failure: what ``raw`` raised, if it did; ``torch.save`` hides that behind its own error.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
         super().__init__()
         self.length = 0
+        self.failure: OSError | None = None
         self._raw = raw
         self._finished: list[int] = []
         self._current = xxhash.xxh3_64()
@@ -104,7 +131,11 @@ class HashingStream(RawIOBase):
         while start < view.nbytes:
             part = view[start : start + PIECE - self.length % PIECE]
             self._current.update(part)
-            self._raw.write(part)
+            try:
+                self._raw.write(part)
+            except OSError as error:
+                self.failure = error
+                raise
             self.length += part.nbytes
             start += part.nbytes
             if self.length % PIECE == 0:

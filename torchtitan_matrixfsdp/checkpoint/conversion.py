@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ def convert_to_dcp(
     Raises:
         CheckpointError: ``target`` exists, or the source is damaged; ``target`` is then not made.
     """
+    save_id = uuid.uuid4().hex
     files = {r: _TargetFile(target / f"__{r}_0{DATA_SUFFIX}") for r in range(placement.world_size)}
     metadata = Metadata({}, planner_data=planner_data)
     results: list[WriteResult] = []
@@ -81,8 +84,8 @@ def convert_to_dcp(
             metadata.state_dict_metadata[key] = _entry(tensor, pieces)
             progress(tensor.nbytes)
         for file in files.values():
-            file.finish()
-        OwnerStorageWriter(target, manifest).finish(metadata, [results])
+            file.finish(save_id)
+        OwnerStorageWriter(target, replace(manifest, save_id=save_id)).finish(metadata, [results])
 
 
 def _entry(tensor: StoredTensor, pieces: list[Piece]) -> TensorStorageMetadata:
@@ -112,12 +115,12 @@ class _TargetFile:
         self._size += stream.length
         return WriteResult(index, stream.length, info)
 
-    def finish(self) -> None:
+    def finish(self, save_id: str) -> None:
         """Wait until the file is on the disk, and write its checksums."""
         if self._items:
             with self._path.open("rb") as raw:
                 os.fsync(raw.fileno())
-            write_durably(checksum_path(self._path), checksums_to_json(self._items))
+            write_durably(checksum_path(self._path), checksums_to_json(self._items, save_id))
 
 
 @contextmanager

@@ -11,8 +11,9 @@ A checkpoint is a folder that DCP's own reader understands, with two kinds of fi
 | `.metadata`       | DCP's index, pickled by DCP; written last, by a rename                   |
 
 A folder without `.metadata` is partial, whatever else it has. Checksums are XXH3 (64 bits) of
-pieces of 4 MiB, counted from the start of each stream, so that a rank which needs some rows of a
-tensor can check what it reads without reading the rest.
+pieces of 1 MiB, counted from the start of each stream, so that a rank which needs some rows of a
+tensor can check what it reads without reading the rest. The manifest and the checksum files bear
+the id of their save: files of two checkpoints that fit each other by chance are not mixed up.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ FORMAT = 1
 MANIFEST = "matrixfsdp.json"
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
-PIECE = 4 << 20
+PIECE = 1 << 20
 """Bytes under one checksum."""
+
+RESTORE = "restore the file from a copy, or load another step with checkpoint.load_step."
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,14 @@ class Manifest:
         plans: the owner plans, as ``OwnerPlan.to_json`` records; one per pipeline stage, none
             where nothing was owner-sharded.
         metadata_sha256: hash of ``.metadata``, hex; empty until the checkpoint is finished.
+        save_id: what its checksum files have in common with it, and with those of no other save;
+            empty until the save begins.
     """
 
     job: Mapping[str, Any] = field(default_factory=dict)
     plans: tuple[Mapping[str, Any], ...] = ()
     metadata_sha256: str = ""
+    save_id: str = ""
 
     def to_json(self) -> str:
         """The file's text."""
@@ -57,6 +63,7 @@ class Manifest:
             "job": dict(self.job),
             "plans": [dict(plan) for plan in self.plans],
             "metadata_sha256": self.metadata_sha256,
+            "save_id": self.save_id,
         }
         return json.dumps(record, indent=1, sort_keys=True) + "\n"
 
@@ -72,9 +79,14 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     record = read_json(path)
     try:
-        return Manifest(record["job"], tuple(record["plans"]), record["metadata_sha256"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a manifest ({error!r}); {_RESTORE}") from error
+        return Manifest(
+            dict(record["job"]),
+            tuple(dict(plan) for plan in record["plans"]),
+            str(record["metadata_sha256"]),
+            str(record["save_id"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a manifest ({error!r}); {RESTORE}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,13 +99,10 @@ def read_json(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
         version = record["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); {_RESTORE}") from error
+        raise CheckpointError(f"{path}: damaged ({error}); {RESTORE}") from error
     if not isinstance(version, int) or not 1 <= version <= FORMAT:
         raise CheckpointError(
             f"{path}: received format {version!r}; legal: 1 to {FORMAT}. It was saved by a newer "
             "version of torchtitan_matrixfsdp: install that one."
         )
     return record
-
-
-_RESTORE = "restore the file from a copy, or load another step with checkpoint.load_step."

@@ -1,9 +1,9 @@
 """DCP storage reader that reads what a rank needs, and checks every byte of it.
 
 Of a checkpoint that :class:`~torchtitan_matrixfsdp.checkpoint.writer.OwnerStorageWriter` wrote,
-a rank reads the pieces (of 4 MiB) that hold its rows of each tensor, through one buffer of that
-size. Other checkpoints (of stock TorchTitan) have no checksums and are read as DCP reads them: one
-stored tensor at a time, whole.
+a rank reads the pieces that hold its rows of each tensor, through one buffer of 256 KiB. Other
+checkpoints (of stock TorchTitan) have no checksums and are read as DCP reads them: one stored
+tensor at a time, whole.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, checksum, read_checksums
+from torchtitan_matrixfsdp.checkpoint.checksums import StoredItem, read_checksums
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.manifest import METADATA, PIECE, read_manifest
+from torchtitan_matrixfsdp.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    PIECE,
+    RESTORE,
+    read_manifest,
+)
+
+BUFFER = 256 << 10
+"""Bytes read at once; divides a piece."""
 
 _REMEDY = (
     "Load another step with checkpoint.load_step, or restore the file from a copy; `python -m "
@@ -82,11 +92,15 @@ class OwnerStorageReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of ``plan``, file by file in the order of their offsets."""
+        manifest = read_manifest(Path(self.path))
+        save_id = manifest.save_id if manifest is not None else None
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        buffer = bytearray(BUFFER)
         for name, items in by_file.items():
-            with DataFile(Path(self.path) / name) as file:
+            path = Path(self.path) / name
+            with DataFile(path, read_checksums(path, save_id), buffer) as file:
                 for item in sorted(items, key=self._offset):
                     self._read_item(file, item, planner)
                 self.bytes_read += file.bytes_read
@@ -148,6 +162,8 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: there is none, it cannot be read, or the manifest knows another one.
     """
     manifest = read_manifest(folder)
+    if manifest is None and any(folder.glob("__*_*.json")):
+        raise CheckpointError(f"{folder / MANIFEST}: missing, but checksums are there; {RESTORE}")
     return parse_metadata(folder, None if manifest is None else manifest.metadata_sha256)
 
 
@@ -180,21 +196,25 @@ def parse_metadata(folder: Path, sha256: str | None) -> Metadata:
 
 
 class DataFile:
-    """One data file, with its checksums if there are any; a context manager, for the open file.
+    """One data file with its checksums; a context manager, for the open file.
+
+    Args:
+        path: the file.
+        items: its streams by offset, as ``read_checksums`` gives them; ``None``: nothing is known.
+        buffer: of ``BUFFER`` bytes; may be shared by files that are read one after another.
 
     Attributes:
-        items: the streams that the checksum file knows, by offset; ``None`` where there is no such
-            file.
         size: bytes of the file, once it is open.
-        buffer: of the open file, for one piece.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, items: Mapping[int, StoredItem] | None, buffer: bytearray
+    ) -> None:
         self.path = path
         self.bytes_read = 0
-        self.items = read_checksums(path)
+        self.buffer = buffer
         self.size = 0
-        self.buffer = bytearray()
+        self._items = items
         self._file: FileIO | None = None
 
     def __enter__(self) -> DataFile:
@@ -203,18 +223,31 @@ class DataFile:
         except OSError as error:
             raise DamagedError(self.path, f"{error.strerror}") from error
         self.size = os.fstat(self.file.fileno()).st_size
-        self.buffer = bytearray(PIECE)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.file.close()
-        self.buffer = bytearray()
 
     @property
     def file(self) -> FileIO:
         """The open file."""
         assert self._file is not None
         return self._file
+
+    def read_into(self, part: memoryview, position: int, key: str) -> None:
+        """Fill ``part`` with the bytes from ``position`` on, which are of ``key``.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        self.file.seek(position)
+        got = 0
+        while got < len(part):
+            count = self.file.readinto(part[got:])
+            if not count:
+                raise DamagedError(self.path, f"ended while {key} was read")
+            got += count
+        self.bytes_read += got
 
     def stream(self, offset: int, length: int, key: str) -> StoredStream:
         """The stream at ``offset``, which is that of ``key``.
@@ -228,8 +261,8 @@ class DataFile:
                 f"truncated: {self.size:,} bytes, where {key} ends at {offset + length:,}",
             )
         item = None
-        if self.items is not None:
-            item = self.items.get(offset)
+        if self._items is not None:
+            item = self._items.get(offset)
             if item is None or item.length != length:
                 raise DamagedError(
                     self.path,
@@ -256,17 +289,16 @@ class StoredStream:
     def whole(self) -> bytearray:
         """All bytes, checked."""
         content = bytearray(self.length)
-        view = memoryview(content)
-        for number, start in enumerate(range(0, self.length, PIECE)):
-            self._read_piece(number, view[start : start + PIECE])
+        for at, part in self._parts(0, self.length):
+            content[at : at + len(part)] = part
         return content
 
     def faults(self) -> Iterator[DamagedError]:
         """What is wrong with each piece that is not what was saved; reads all of them."""
-        for number, start in enumerate(range(0, self.length, PIECE)):
-            piece = memoryview(self.data_file.buffer)[: min(PIECE, self.length - start)]
+        for first in range(0, self.length, PIECE):
             try:
-                self._read_piece(number, piece)
+                for _ in self._parts(first, min(first + PIECE, self.length)):
+                    pass
             except DamagedError as error:
                 yield error
 
@@ -294,34 +326,33 @@ class StoredStream:
         width = dtype.itemsize
         begin = self.item.values_at + start * width  # in the stream
         end = begin + target.numel() * width
-        for number in range(begin // PIECE, -(-end // PIECE)):
-            first = number * PIECE
-            piece = memoryview(self.data_file.buffer)[: min(PIECE, self.length - first)]
-            self._read_piece(number, piece)
-            low, high = max(begin, first), min(end, first + len(piece))
-            # A piece may cut a value of 16 bytes, but none of 8: streams align values to 64 bytes.
-            part = torch.frombuffer(
-                piece, dtype=dtype, offset=low - first, count=(high - low) // width
-            )
-            target[(low - begin) // width : (high - begin) // width].copy_(part)
+        for at, part in self._parts(begin, end):
+            low, high = max(begin, at), min(end, at + len(part))
+            if low < high:
+                # No value is cut: see `values_at`.
+                count, done = (high - low) // width, (low - begin) // width
+                values = torch.frombuffer(part, dtype=dtype, offset=low - at, count=count)
+                target[done : done + count].copy_(values)
 
-    def _read_piece(self, number: int, into: memoryview) -> None:
-        file = self.data_file.file
-        file.seek(self.offset + number * PIECE)
-        got = 0
-        while got < len(into):
-            count = file.readinto(into[got:])
-            if not count:
-                raise DamagedError(self.data_file.path, f"ended while {self.key} was read")
-            got += count
-        self.data_file.bytes_read += got
-        if self.item is not None and checksum(into) != self.item.pieces[number]:
-            low = self.offset + number * PIECE
-            raise DamagedError(
-                self.data_file.path,
-                f"bytes {low:,} to {low + got:,} ({self.key}) are not those that were saved: the "
-                "checksum differs",
-            )
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """The pieces that hold bytes ``begin`` to ``end``, in parts of at most a buffer, each with
+        its position in the stream. A piece is checked when its last part has been used: what was
+        made of a damaged one is never seen, since reading it raises."""
+        file, buffer = self.data_file, memoryview(self.data_file.buffer)
+        for number in range(begin // PIECE, -(-end // PIECE)):
+            first, last = number * PIECE, min((number + 1) * PIECE, self.length)
+            hasher = xxhash.xxh3_64()
+            for at in range(first, last, BUFFER):
+                part = buffer[: min(BUFFER, last - at)]
+                file.read_into(part, self.offset + at, self.key)
+                hasher.update(part)
+                yield at, part
+            if self.item is not None and hasher.intdigest() != self.item.pieces[number]:
+                raise DamagedError(
+                    file.path,
+                    f"bytes {self.offset + first:,} to {self.offset + last:,} ({self.key}) are not "
+                    "those that were saved: the checksum differs",
+                )
 
 
 class _View(RawIOBase):

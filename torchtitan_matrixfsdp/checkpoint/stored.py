@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchtitan_matrixfsdp.checkpoint.checksums import read_checksums
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX, step_folders
 from torchtitan_matrixfsdp.checkpoint.manifest import (
@@ -26,7 +27,7 @@ from torchtitan_matrixfsdp.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from torchtitan_matrixfsdp.checkpoint.reader import DamagedError, DataFile, read_metadata
+from torchtitan_matrixfsdp.checkpoint.reader import BUFFER, DamagedError, DataFile, read_metadata
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -158,6 +159,7 @@ class CheckpointReader:
         self.objects = [k for k in self.metadata.state_dict_metadata if k not in self.tensors]
         # Closed while it is not read: a checkpoint may have more files than a process may open.
         self._files: dict[str, DataFile] = {}
+        self._buffer = bytearray(BUFFER)
 
     def tensor(self, key: str) -> torch.Tensor:
         """One tensor, whole, on CPU; beside it one chunk at most is in memory.
@@ -204,7 +206,9 @@ class CheckpointReader:
 
     def _file(self, name: str) -> DataFile:
         if name not in self._files:
-            self._files[name] = DataFile(self.folder / name)
+            path = self.folder / name
+            save_id = self.manifest.save_id if self.manifest is not None else None
+            self._files[name] = DataFile(path, read_checksums(path, save_id), self._buffer)
         return self._files[name]
 
 

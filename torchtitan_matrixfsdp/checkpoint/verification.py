@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from torchtitan_matrixfsdp.checkpoint.checksums import checksum_path
+from torchtitan_matrixfsdp.checkpoint.checksums import checksum_path, read_checksums
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
 from torchtitan_matrixfsdp.checkpoint.manifest import (
     DATA_SUFFIX,
@@ -22,6 +22,7 @@ from torchtitan_matrixfsdp.checkpoint.manifest import (
     read_manifest,
 )
 from torchtitan_matrixfsdp.checkpoint.reader import (
+    BUFFER,
     DamagedError,
     DataFile,
     StoredStream,
@@ -208,15 +209,13 @@ def _verify_file(
         return
     found.files += 1
     found.bytes += path.stat().st_size
+    items = None
     try:
-        file = DataFile(path)
+        items = read_checksums(path, None if manifest is None else manifest.save_id)
     except CheckpointError as error:
         found.problems.append(str(error))
-        return
-    if file.items is None and manifest is not None:
-        found.problems.append(f"{checksum_path(path)}: missing: nothing says what {path} held")
     lengths = {offset: stream.length for offset, stream in expected.items()}
-    for offset, item in (file.items or {}).items():
+    for offset, item in (items or {}).items():
         if expected and lengths.get(offset) != item.length:
             found.problems.append(
                 f"{checksum_path(path)}: it knows {item.length:,} bytes at {offset:,}, which "
@@ -225,7 +224,7 @@ def _verify_file(
         lengths.setdefault(offset, item.length)
     if not lengths:
         found.problems.append(f"{path}: neither {METADATA} nor a checksum file knows what it holds")
-    with file:
+    with DataFile(path, items, bytearray(BUFFER)) as file:
         found.problems += [f"{path}: {what}" for what in _extent_faults(lengths, file.size)]
         for offset, length in sorted(lengths.items()):
             stream = expected.get(offset, _Expected("unknown", length))

@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from dataclasses import replace
+import uuid
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan_matrixfsdp.checkpoint.background import end_with_parent
 from torchtitan_matrixfsdp.checkpoint.checksums import (
     HashingStream,
     StoredItem,
@@ -40,6 +42,14 @@ from torchtitan_matrixfsdp.checkpoint.checksums import (
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError, describe_os_error
 from torchtitan_matrixfsdp.checkpoint.folder import move_aside, sync_folder, write_durably
 from torchtitan_matrixfsdp.checkpoint.manifest import DATA_SUFFIX, MANIFEST, Manifest
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What the coordinator tells a rank: how its files' names begin, and the id of the save."""
+
+    prefix: str
+    save_id: str
 
 
 class OwnerStorageWriter(FileSystemWriter):
@@ -53,7 +63,15 @@ class OwnerStorageWriter(FileSystemWriter):
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
         super().__init__(path)
         self._manifest = manifest
+        self._process = os.getpid()
         self.moved_aside: Path | None = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As the base class, in the process that is to write; if that is DCP's background process,
+        it is from now on bound to the one that made this writer."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if os.getpid() != self._process:
+            end_with_parent(self._process)
 
     @property
     def folder(self) -> Path:
@@ -71,7 +89,10 @@ class OwnerStorageWriter(FileSystemWriter):
             self.folder.mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"cannot save: {describe_os_error(error)}") from error
-        return super().prepare_global_plan(plans)
+        save_id = uuid.uuid4().hex
+        self._manifest = replace(self._manifest, save_id=save_id)
+        plans = super().prepare_global_plan(plans)
+        return [replace(p, storage_data=RankFile(p.storage_data.prefix, save_id)) for p in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to one file, and their checksums beside it."""
@@ -79,7 +100,8 @@ class OwnerStorageWriter(FileSystemWriter):
         if plan.items:
             # The folder may not be visible here yet where the file system is a network's.
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{plan.storage_data.prefix}0{DATA_SUFFIX}"
+            place: RankFile = plan.storage_data
+            path = self.folder / f"{place.prefix}0{DATA_SUFFIX}"
             try:
                 results = self._write_file(path, plan, planner)
             except OSError as error:
@@ -108,7 +130,8 @@ class OwnerStorageWriter(FileSystemWriter):
                 results.append(WriteResult(item.index, stream.length, info))
             raw.flush()
             os.fsync(raw.fileno())
-        write_durably(checksum_path(path), checksums_to_json(stored))
+        save_id = plan.storage_data.save_id
+        write_durably(checksum_path(path), checksums_to_json(stored, save_id))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -146,7 +169,12 @@ def write_object(stream: HashingStream, data: torch.Tensor | io.BytesIO) -> int 
     size = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() != size:
         tensor = tensor.clone()
-    torch.save(tensor, cast(IO[bytes], stream))
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    except RuntimeError as error:
+        if stream.failure is not None:
+            raise stream.failure from error
+        raise
     at = stream.wrote(tensor.data_ptr(), size)
     # torch aligns values to 64 bytes of the stream, so that no piece ends within a value.
     return at if at is not None and at % tensor.element_size() == 0 else None

@@ -104,6 +104,7 @@ class OwnerCheckpointManager(CheckpointManager):
         self._plans = plans
         self._lock: FolderLock | None = None
         self._pending: tuple[Path, Future[Any]] | None = None
+        self._step = 0
         super().__init__(model_parts=model_parts, checkpoint_config=checkpoint_config, **rest)
         self.states[MODEL] = LiveModel(model_parts)
         if not self.enable:
@@ -121,6 +122,11 @@ class OwnerCheckpointManager(CheckpointManager):
                     f"{self.folder}: this file system has no locks; nothing keeps a second run "
                     "from saving to the same folder"
                 )
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """As TorchTitan's: save step ``curr_step`` if it is due, then purge."""
+        self._step = curr_step
+        super().save(curr_step, last_step)
 
     @torch.no_grad()
     def dcp_save(
@@ -183,11 +189,14 @@ class OwnerCheckpointManager(CheckpointManager):
         """Delete all but the newest ``keep_latest_k`` complete checkpoints.
 
         TorchTitan counts incomplete ones as well, so that a few crashes in a row would delete every
-        complete one. A folder is renamed before it is deleted: half deleted, it is no checkpoint.
+        complete one. Steps that are yet to come, saved before ``checkpoint.load_step`` went back,
+        are left alone: counted, they would have the steps deleted that replace them. A folder is
+        renamed before it is deleted: half deleted, it is no checkpoint.
         """
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
-        saved = [f for f in step_folders(Path(self.folder)) if f.is_complete or f.is_export]
+        found = step_folders(Path(self.folder))
+        saved = [f for f in found if (f.is_complete or f.is_export) and f.step <= self._step]
         for entry in saved[: -self.keep_latest_k]:
             doomed = entry.path.with_name(f"{_DELETING}{entry.path.name.replace('-', '_')}")
             if doomed.exists():  # left by a run that was killed while it deleted
@@ -227,7 +236,14 @@ class OwnerCheckpointManager(CheckpointManager):
                     "It is skipped, and stays until you delete it."
                 )
         if step != -1:
+            later = [entry.step for entry in complete if entry.step > step]
             complete = [entry for entry in complete if entry.step == step]
+            if complete and later:
+                logger.warning(
+                    f"{self.folder} has steps after {step}: {later}. They stay until this run "
+                    "comes to them, and a restart without checkpoint.load_step resumes from the "
+                    "last of them: move them away unless that is what you want."
+                )
             if not complete:
                 raise CheckpointError(
                     f"checkpoint.load_step: received {step}; legal: -1 (the newest) or a complete "

@@ -22,6 +22,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_matrixfsdp.titan import job_config
+from torchtitan_matrixfsdp.titan.checkpoint_checks import check_checkpoint
 from torchtitan_matrixfsdp.titan.checks import ConfigError, check_field_types, check_range
 from torchtitan_matrixfsdp.titan.datasets import LOCAL_DATASET, local_files
 from torchtitan_matrixfsdp.titan.job_config import JobConfig, MatrixOptimizer, OwnerFSDP
@@ -127,6 +128,7 @@ def validate_job_config(
     if flavors is not None:
         check_layers(config, flavors[config.model.flavor])
     _check_data(config)
+    check_checkpoint(config)
 
 
 def _check_ranges(config: TitanJobConfig) -> None:

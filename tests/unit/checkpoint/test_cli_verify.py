@@ -1,13 +1,15 @@
 """`verify` against real damage, one kind at a time."""
 
-import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.unit.checkpoint.stored_state import make_state, save_owner, save_stock
 from torchtitan_matrixfsdp.checkpoint.__main__ import main
+from torchtitan_matrixfsdp.checkpoint.checksums import checksums_to_json, read_checksums
+from torchtitan_matrixfsdp.checkpoint.manifest import read_manifest
 from torchtitan_matrixfsdp.checkpoint.reader import read_metadata
 from torchtitan_matrixfsdp.checkpoint.stored import StoredTensor
 from torchtitan_matrixfsdp.checkpoint.verification import count_not_finite, tiling_faults
@@ -153,13 +155,33 @@ def test_checkpoint_without_metadata_is_a_problem(copy, capsys, kind):
 
 def test_checksum_file_of_another_layout_is_found(copy, capsys):
     path = copy()
-    sums = path / "__0_0.json"
-    record = json.loads(sums.read_text())
-    last = max(record["items"], key=int)
-    record["items"][last][0] -= 1
-    sums.write_text(json.dumps(record))
+    data = path / "__0_0.distcp"
+    items = read_checksums(data)
+    last = max(items)
+    items[last] = replace(items[last], length=items[last].length - 1)
+    save_id = read_manifest(path).save_id
+    (path / "__0_0.json").write_text(checksums_to_json(items, save_id))
     _, problems, _ = verify(path, capsys)
     assert any("__0_0.json: it knows" in problem for problem in problems)
+
+
+def test_damaged_checksum_file_is_found(copy, capsys):
+    path = copy()
+    text = (path / "__0_0.json").read_text()
+    (path / "__0_0.json").write_text(text[:-100] + text[-99:])
+    flip(path / "__0_0.distcp", place_of(path, BIG)[0] + 5000)
+    _, problems, _ = verify(path, capsys)
+    # What the tensors' own CRC-32 tells is told as well.
+    assert len(problems) == 2 and "__0_0.json: damaged" in problems[0] and BIG in problems[1]
+
+
+def test_files_of_another_save_are_found(copy, capsys, tmp_path):
+    path = copy()
+    other = save_owner(make_state(seed=5), tmp_path / "other" / "step-3")
+    for name in ("__0_0.distcp", "__0_0.json"):
+        shutil.copy(other / name, path / name)
+    _, problems, _ = verify(path, capsys)
+    assert len(problems) == 1 and "of another checkpoint" in problems[0]
 
 
 @pytest.mark.parametrize("save", [save_owner, save_stock])

@@ -14,6 +14,7 @@ import torch
 
 from tests.support import ROOT
 from torchtitan_matrixfsdp import cpu_device
+from torchtitan_matrixfsdp.checkpoint import CheckpointError
 from torchtitan_matrixfsdp.cpu_device import CpuDeviceModule, cgroup_limit_bytes, resident_bytes
 from torchtitan_matrixfsdp.train import _mistake
 
@@ -249,12 +250,16 @@ def test_only_mistakes_lose_their_traceback() -> None:
     assert _mistake(raised(AssertionError()), elsewhere) is None
 
 
-def test_an_error_in_training_keeps_its_traceback() -> None:
-    def train() -> None:
-        raise ValueError("in a step")
+def test_an_error_in_training_keeps_its_traceback_unless_it_is_a_checkpoints() -> None:
+    def train(error: Exception) -> None:
+        raise error
 
     try:
-        train()
+        train(ValueError("in a step"))
     except ValueError as error:
         assert _mistake(error, __file__) is None
         assert _mistake(error, "/elsewhere/train.py") is not None
+    try:
+        train(CheckpointError("step-3: the disk is full"))
+    except CheckpointError as error:
+        assert _mistake(error, __file__) == "step-3: the disk is full"
