@@ -64,8 +64,11 @@ def test_wheel_metadata_has_the_pins(wheel):
         "triton",
         "datasets",
         "tokenizers",
+        "safetensors",
         "tensorboard",
         "typeguard",
+        "tqdm",
+        "xxhash",
     }
     assert str(needed["torchtitan"].specifier) == "==0.2.2"
     assert str(needed["triton"].marker) == 'sys_platform == "linux"'

@@ -175,9 +175,11 @@ def difference_text(difference: Difference, names: tuple[str, str]) -> str:
     largest = max((t.largest for t in difference.tensors if t.largest >= 0), default=0.0)
     lines.append(
         f"{'equal' if difference.is_equal else 'different'}: {difference.equal:,} the same, "
-        f"{within:,} within the tolerance {difference.tolerance:g}, {len(counting):,} tensors and "
-        f"{len(difference.objects):,} objects differ, {one_sided:,} on one side only; largest "
-        f"difference {largest:g}"
+        f"{within:,} within the tolerance {difference.tolerance:g}"
+    )
+    lines.append(
+        f"{len(counting):,} tensors and {len(difference.objects):,} objects differ, {one_sided:,} "
+        f"on one side only; largest difference {largest:g}"
     )
     return "\n".join(lines)
 
