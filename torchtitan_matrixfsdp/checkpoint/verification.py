@@ -33,7 +33,7 @@ from torchtitan_matrixfsdp.checkpoint.stored import StoredTensor, location_of, s
 Progress = Callable[[int], None]
 """Called with the number of bytes that are done since the last call."""
 
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 20
 """Elements that are looked at together, so that what is computed of them is small."""
 
 
