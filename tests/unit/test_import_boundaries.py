@@ -4,7 +4,7 @@
 
 - layout -> comm -> runtime -> {optim, checkpoint} -> titan: a room imports itself and what stands
   before it. layout is pure Python; only titan and the entry points know TorchTitan; the rooms
-  between know torch and nothing else.
+  between know torch and nothing else, but for checkpoint, which reads safetensors.
 - Nothing imports an entry point. `cpu_device` is for entry points only.
 - FSDP2's private names are imported in runtime/fsdp_compat.py alone, in runtime/fsdp_check.py,
   which looks whether torch has them, and in runtime/fsdp_older.py, which adds what old versions

@@ -15,9 +15,9 @@ import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -43,6 +43,25 @@ _REMEDY = (
     "Load another step with checkpoint.load_step, or restore the file from a copy; `python -m "
     "torchtitan_matrixfsdp.checkpoint verify` names everything that is damaged."
 )
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, short, or not what was saved.
+
+    Attributes:
+        path: the file.
+        what: what is wrong with it, without the remedy.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        # All arguments: the exceptions of ranks are pickled on their way to the others.
+        super().__init__(path, what)
+        self.path = path
+        self.what = what
+
+    def __str__(self) -> str:
+        """One line with the remedy."""
+        return f"{self.path}: {self.what}. {_REMEDY}"
 
 
 class OwnerStorageReader(FileSystemReader):
@@ -141,6 +160,16 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         CheckpointError: there is none, it cannot be read, or the manifest knows another one.
     """
+    manifest = read_manifest(folder)
+    return parse_metadata(folder, None if manifest is None else manifest.metadata_sha256)
+
+
+def parse_metadata(folder: Path, sha256: str | None) -> Metadata:
+    """DCP's index, once its hash is ``sha256`` (hex; ``None``: any).
+
+    Raises:
+        CheckpointError: as :func:`read_metadata`.
+    """
     path = folder / METADATA
     try:
         content = path.read_bytes()
@@ -149,31 +178,34 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path}: {error.strerror}. {folder} holds no complete checkpoint: legal: a folder "
             f"step-<n> with a file {METADATA}."
         ) from error
-    manifest = read_manifest(folder)
-    if manifest is None and any(folder.glob("__*_*.json")):
+    if sha256 is None and any(folder.glob("__*_*.json")):
         raise CheckpointError(f"{folder / MANIFEST}: missing, but checksums are there; {RESTORE}")
-    if manifest is not None and hashlib.sha256(content).hexdigest() != manifest.metadata_sha256:
-        raise CheckpointError(
-            f"{path}: damaged, or of another checkpoint: its hash is not the one in the manifest. "
-            + _REMEDY
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedError(
+            path, "damaged, or of another checkpoint: its hash is not the one in the manifest"
         )
     try:
         metadata = pickle.loads(content)
     # Damaged pickles raise whatever their bytes happen to say.
     except Exception as error:
-        raise CheckpointError(f"{path}: damaged ({error!r}). {_REMEDY}") from error
+        raise DamagedError(path, f"damaged ({error!r})") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, no index. {_REMEDY}")
+        raise DamagedError(path, f"holds a {type(metadata).__name__}, no index")
     return metadata
 
 
 class DataFile:
-    """One data file, open for reading, with its checksums if there are any.
+    """One data file, with its checksums if there are any; a context manager, for the open file.
 
     Args:
         path: the file.
         save_id: as for ``read_checksums``.
         buffer: of ``BUFFER`` bytes; may be shared by files that are read one after another.
+
+    Attributes:
+        items: the streams that the checksum file knows, by offset; ``None`` where there is no such
+            file.
+        size: bytes of the file, once it is open.
     """
 
     def __init__(
@@ -181,21 +213,24 @@ class DataFile:
     ) -> None:
         self.path = path
         self.bytes_read = 0
-        self.buffer = bytearray(BUFFER) if buffer is None else buffer
-        self._items = read_checksums(path, save_id)
+        self.items = read_checksums(path, save_id)
+        self.size = 0
+        self.buffer = bytearray()
+        self._shared = buffer
         self._file: FileIO | None = None
-        self._size = 0
 
     def __enter__(self) -> DataFile:
         try:
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}. {_REMEDY}") from error
-        self._size = os.fstat(self.file.fileno()).st_size
+            raise DamagedError(self.path, f"{error.strerror}") from error
+        self.size = os.fstat(self.file.fileno()).st_size
+        self.buffer = bytearray(BUFFER) if self._shared is None else self._shared
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.file.close()
+        self.buffer = bytearray()
 
     @property
     def file(self) -> FileIO:
@@ -214,7 +249,7 @@ class DataFile:
         while got < len(part):
             count = self.file.readinto(part[got:])
             if not count:
-                raise CheckpointError(f"{self.path}: ended while {key} was read. {_REMEDY}")
+                raise DamagedError(self.path, f"ended while {key} was read")
             got += count
         self.bytes_read += got
 
@@ -224,18 +259,18 @@ class DataFile:
         Raises:
             CheckpointError: the file is too short, or its checksum file knows another stream.
         """
-        if offset + length > self._size:
-            raise CheckpointError(
-                f"{self.path}: truncated: {self._size:,} bytes, where {key} ends at "
-                f"{offset + length:,}. {_REMEDY}"
+        if offset + length > self.size:
+            raise DamagedError(
+                self.path,
+                f"truncated: {self.size:,} bytes, where {key} ends at {offset + length:,}",
             )
         item = None
-        if self._items is not None:
-            item = self._items.get(offset)
+        if self.items is not None:
+            item = self.items.get(offset)
             if item is None or item.length != length:
-                raise CheckpointError(
-                    f"{self.path}: its checksum file knows no {length:,} bytes at {offset:,} "
-                    f"({key}). {_REMEDY}"
+                raise DamagedError(
+                    self.path,
+                    f"its checksum file knows no {length:,} bytes at {offset:,} ({key})",
                 )
         return StoredStream(self, offset, length, key, item)
 
@@ -262,16 +297,30 @@ class StoredStream:
             content[at : at + len(part)] = part
         return content
 
+    def faults(self) -> Iterator[DamagedError]:
+        """What is wrong with each piece that is not what was saved; reads all of them."""
+        for number in range(-(-self.length // PIECE)):
+            try:
+                for _ in self._parts_of_piece(number):
+                    pass
+            except DamagedError as error:
+                yield error
+
+    def view(self) -> BinaryIO:
+        """The stream as a file of its own, not checked."""
+        return BufferedReader(_View(self.data_file.file, self.offset, self.length))
+
     def tensor(self) -> torch.Tensor:
         """The whole stored tensor, on CPU, checked."""
-        content = io.BytesIO(self.whole())
+        if self.item is not None:
+            for fault in self.faults():
+                raise fault
         try:
-            loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            # Read from the file: a copy of the stream would double the memory.
+            loaded: torch.Tensor = torch.load(self.view(), map_location="cpu", weights_only=True)
         # Without a checksum a damaged stream shows here, in whatever way.
         except Exception as error:
-            raise CheckpointError(
-                f"{self.data_file.path}: {self.key} is damaged ({error}). {_REMEDY}"
-            ) from error
+            raise DamagedError(self.data_file.path, f"{self.key} is damaged ({error})") from error
         return loaded
 
     def copy_values(self, target: torch.Tensor, dtype: torch.dtype, start: int) -> None:
@@ -293,17 +342,54 @@ class StoredStream:
         """The pieces that hold bytes ``begin`` to ``end``, in parts of at most a buffer, each with
         its position in the stream. A piece is checked when its last part has been used: what was
         made of a damaged one is never seen, since reading it raises."""
-        file, buffer = self.data_file, memoryview(self.data_file.buffer)
         for number in range(begin // PIECE, -(-end // PIECE)):
-            first, last = number * PIECE, min((number + 1) * PIECE, self.length)
-            hasher = xxhash.xxh3_64()
-            for at in range(first, last, BUFFER):
-                part = buffer[: min(BUFFER, last - at)]
-                file.read_into(part, self.offset + at, self.key)
-                hasher.update(part)
-                yield at, part
-            if self.item is not None and hasher.intdigest() != self.item.pieces[number]:
-                raise CheckpointError(
-                    f"{file.path}: bytes {self.offset + first:,} to {self.offset + last:,} "
-                    f"({self.key}) are not those that were saved: the checksum differs. {_REMEDY}"
-                )
+            yield from self._parts_of_piece(number)
+
+    def _parts_of_piece(self, number: int) -> Iterator[tuple[int, memoryview]]:
+        file, buffer = self.data_file, memoryview(self.data_file.buffer)
+        first, last = number * PIECE, min((number + 1) * PIECE, self.length)
+        hasher = xxhash.xxh3_64()
+        for at in range(first, last, BUFFER):
+            part = buffer[: min(BUFFER, last - at)]
+            file.read_into(part, self.offset + at, self.key)
+            hasher.update(part)
+            yield at, part
+        if self.item is not None and hasher.intdigest() != self.item.pieces[number]:
+            raise DamagedError(
+                file.path,
+                f"bytes {self.offset + first:,} to {self.offset + last:,} ({self.key}) are not "
+                "those that were saved: the checksum differs",
+            )
+
+
+class _View(RawIOBase):
+    """``length`` bytes of ``file`` from ``offset`` on; closing it leaves ``file`` open."""
+
+    def __init__(self, file: FileIO, offset: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As every file's."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, into: Any) -> int:
+        """Read from the position on, no further than to the end."""
+        view = memoryview(into).cast("B")[: max(self._length - self._position, 0)]
+        self._file.seek(self._offset + self._position)
+        count = self._file.readinto(view) or 0
+        self._position += count
+        return count

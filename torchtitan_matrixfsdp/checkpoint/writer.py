@@ -124,7 +124,7 @@ class OwnerStorageWriter(FileSystemWriter):
             for item in items:
                 offset = raw.tell()
                 stream = HashingStream(raw)
-                values_at = _write_object(stream, planner.resolve_data(item))
+                values_at = write_object(stream, planner.resolve_data(item))
                 stored[offset] = StoredItem(stream.length, values_at, stream.pieces())
                 info = _StorageInfo(path.name, offset, stream.length)
                 results.append(WriteResult(item.index, stream.length, info))
@@ -159,7 +159,7 @@ class _ManifestFirst(FileSystem):
         super().rename(path, new_path)
 
 
-def _write_object(stream: HashingStream, data: torch.Tensor | io.BytesIO) -> int | None:
+def write_object(stream: HashingStream, data: torch.Tensor | io.BytesIO) -> int | None:
     """Write one item; returns where a tensor's values lie in the stream."""
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
