@@ -64,6 +64,7 @@ def test_wheel_metadata_has_the_pins(wheel):
         "triton",
         "datasets",
         "tokenizers",
+        "safetensors",
         "tensorboard",
         "typeguard",
     }

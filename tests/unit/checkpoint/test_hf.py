@@ -18,8 +18,8 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.hf import export_hf, import_hf
-from torchtitan_matrixfsdp.checkpoint.safetensors import INDEX_FILE
+from torchtitan_matrixfsdp.checkpoint.hf import _divide, _Offer, export_hf, import_hf
+from torchtitan_matrixfsdp.checkpoint.safetensors import INDEX_FILE, TensorMeta
 
 SINGLE = "model-00001-of-00001.safetensors"
 State = dict[str, torch.Tensor]
@@ -223,3 +223,32 @@ def test_an_export_can_be_the_assets_of_a_next_run(tmp_path: Path) -> None:
     export_hf(state, adapter.to_hf, tmp_path)
     again = Llama3StateDictAdapter(adapter.model_args, str(tmp_path))
     assert again.fqn_to_index_mapping == dict.fromkeys(adapter.to_hf(state), 1)
+
+
+def test_writing_is_divided_among_those_who_can() -> None:
+    """Rank 0 owns a large tensor; the others are on both ranks, or on rank 1."""
+
+    def offer(name: str, size: int, can_write: bool) -> _Offer:
+        return _Offer((TensorMeta(name, torch.float32, (size,)),), can_write)
+
+    sizes = {"a": 10, "b": 4, "c": 4, "d": 1, "e": 2}
+    holders = {"a": {0}, "b": {0, 1}, "c": {0, 1}, "d": {1}, "e": {0, 1}}
+    offers = [
+        {f: offer(f.upper(), size, rank in holders[f]) for f, size in sizes.items()}
+        for rank in range(2)
+    ]
+    offers[1]["tied"] = _Offer((), True)
+    writer_of, tensors = _divide(offers, 2)
+    assert writer_of == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 1}
+    assert [meta.name for meta in tensors] == ["A", "B", "C", "D", "E"]
+    offers[1]["b"] = offer("B", 5, True)
+    with pytest.raises(CheckpointError, match=r"b is .*\(4,\).* on rank 1\. Start every rank"):
+        _divide(offers, 2)
+
+
+def test_a_surplus_tensor_is_named_for_a_tied_model_too(tmp_path: Path) -> None:
+    """Its adapter insists on the embedding in every dict that it is given."""
+    state, adapter = qwen(True)
+    _surplus(adapter.to_hf(state), tmp_path)
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias and 1 more, without a place"):
+        import_hf(state, adapter.to_hf, adapter.from_hf, tmp_path)
