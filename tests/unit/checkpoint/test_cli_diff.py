@@ -128,6 +128,8 @@ def test_difference_beyond_the_first_part_of_a_tensor():
     b = a.clone()
     b[2_999_999] = 2
     assert largest_difference(a, b) == (2.0, 1)
+    b[0] = 3
+    assert largest_difference(a, b) == (3.0, 2)
 
 
 def test_bytes_that_are_no_plain_values():

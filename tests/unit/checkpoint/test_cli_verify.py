@@ -104,7 +104,7 @@ def test_truncated_file_names_every_tensor_it_lost(copy, capsys, kind):
     with file.open("rb+") as stream:
         stream.truncate(last[-1][0] + 1)
     _, problems, _ = verify(path, capsys)
-    assert any("truncated" in p and last[-1][1] in p for p in problems)
+    assert any(": truncated: " in p and last[-1][1] in p for p in problems)
     assert not any(last[0][1] in p for p in problems)
 
 
