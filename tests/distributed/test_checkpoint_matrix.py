@@ -301,7 +301,8 @@ def test_saving_before_the_first_step_changes_nothing(
 
 def _through_hugging_face(corpus: CorpusPaths, tmp: Path, model: str) -> dict[str, Any]:
     job = [*SMALL, f"--model.name={model}", "--checkpoint.enable", "--training.steps=1"]
-    saving = build_trainer([*job, "--checkpoint.last_save_in_hf"], corpus, tmp / "saved")
+    exporting = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    saving = build_trainer([*job, *exporting], corpus, tmp / "saved")
     saving.train()
     found: dict[str, Any] = {"saved": _model(whole_state(saving))}
     saving.close()
