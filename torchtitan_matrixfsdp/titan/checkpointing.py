@@ -302,12 +302,12 @@ class OwnerCheckpointManager(CheckpointManager):
             degree = states[DATALOADER].dp_world_size
             if saved not in (0, degree):
                 read = manifest.job.get("tokens_seen") if manifest is not None else None
-                what = "what it had read" if read is None else f"the {read:,} tokens it had read"
+                again = "what it had read is" if read is None else f"the {read:,} tokens it had read are"
                 raise CheckpointError(
                     f"{source.path}: saved by {saved} data-parallel ranks; this job has {degree}, "
                     "and a position in the data cannot be divided anew. Go on without it by "
                     "adding dataloader to checkpoint.exclude_from_loading: the data then starts "
-                    f"from its beginning, so that {what} is read again, and nothing is skipped."
+                    f"from its beginning, so that {again} read again, and nothing is skipped."
                 )
 
     def _load_dcp(self, source: Source, states: dict[str, Any]) -> None:
