@@ -6,8 +6,8 @@
 #   NGPU          ranks to start, on GPUs or on CPU cores (default: 4)
 #   CONFIG_FILE   TOML file (default: train_configs/debug_muon.toml)
 #   LOG_RANK      ranks whose output is shown, separated by commas (default: 0)
-#   TRAIN_FILE    module to run (default: torchtitan.train where torch sees an NVIDIA GPU, otherwise
-#                 torchtitan_matrixfsdp.train, which puts TorchTitan on the CPU)
+#   TRAIN_FILE    module to run (default: torchtitan_matrixfsdp.train; TorchTitan's own, where torch sees
+#                 a GPU: torchtitan.train, without this package's checkpoint guarantees)
 #   --section.key value ...    overrides of the TOML file, passed on
 #
 # Paths in the TOML file and in overrides are relative to this clone, from whichever folder the
@@ -17,6 +17,7 @@ set -euo pipefail
 NGPU=${NGPU:-4}
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug_muon.toml}
 LOG_RANK=${LOG_RANK:-0}
+TRAIN_FILE=${TRAIN_FILE:-torchtitan_matrixfsdp.train}
 
 if [ -f "$CONFIG_FILE" ]; then
     CONFIG_FILE=$(realpath "$CONFIG_FILE")
@@ -26,10 +27,8 @@ cd "$ROOT"
 [ -f "$CONFIG_FILE" ] || _die "CONFIG_FILE: no such file: $CONFIG_FILE"
 
 if "$VENV_PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    TRAIN_FILE=${TRAIN_FILE:-torchtitan.train}
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 else
-    TRAIN_FILE=${TRAIN_FILE:-torchtitan_matrixfsdp.train}
     # The ranks share the cores already.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi

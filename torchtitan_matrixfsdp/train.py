@@ -1,7 +1,7 @@
 """``python -m torchtitan_matrixfsdp.train``: TorchTitan's trainer, also where there is only a CPU.
 
-With an accelerator this is ``python -m torchtitan.train``. Without one it first puts TorchTitan on
-the CPU. Start it as that one, with ``torchrun`` or with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+This is ``python -m torchtitan.train`` with checks before a process group exists and this package's
+checkpoint manager. Without an accelerator it first puts TorchTitan on the CPU. Start it as that one, with ``torchrun`` or with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
 ``MASTER_ADDR`` and ``MASTER_PORT`` set; ``--job.config_file`` and ``--section.key value`` are the
 same.
 """

@@ -171,8 +171,8 @@ OVERRIDE_FAULTS: dict[str, tuple[list[str], list[str]]] = {
         ["profiling.enable_profiling", "received True", "CPU"],
     ),
     "Hugging Face export": (
-        ["--checkpoint.last_save_in_hf"],
-        ["checkpoint.last_save_in_hf", "received True", "set it to false"],
+        ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+        ["checkpoint.last_save_in_hf", "received True", "last_save_model_only = true"],
     ),
     "tensor parallel": (
         ["--parallelism.tensor_parallel_degree=2"],

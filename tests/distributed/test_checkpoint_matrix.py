@@ -297,3 +297,31 @@ def test_saving_before_the_first_step_changes_nothing(
     assert {shard["owner"] for shard in shards} == {0, 1}
     names = {shard["fqn"] for shard in shards}
     assert {f"layers.{n}.feed_forward.w1.weight" for n in range(3)} <= names
+
+
+def _through_hugging_face(corpus: CorpusPaths, tmp: Path, model: str) -> dict[str, Any]:
+    job = [*SMALL, f"--model.name={model}", "--checkpoint.enable", "--training.steps=1"]
+    exporting = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    saving = build_trainer([*job, *exporting], corpus, tmp / "saved")
+    saving.train()
+    found: dict[str, Any] = {"saved": _model(whole_state(saving))}
+    saving.close()
+    folder = tmp / "saved" / "checkpoint" / "step-1"
+    importing = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={folder}"]
+    for name, mode in {"zero3": [], "stock": STOCK, "zero1": ZERO1}.items():
+        trainer = build_trainer([*job, *importing, *mode], corpus, tmp / name)
+        erase(trainer)
+        assert trainer.checkpointer.load()
+        found[name] = _model(whole_state(trainer))
+        trainer.train()  # from there
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("model", ["llama3_owner", "qwen3_owner"])
+def test_hugging_face_out_and_in(corpus_dir: CorpusPaths, tmp_path: Path, model: str) -> None:
+    """``last_save_in_hf`` and ``initial_load_in_hf``, through the trainer: the same weights in
+    every mode, and training goes on from them."""
+    for found in run_ranks(_through_hugging_face, 2, corpus_dir, tmp_path, model):
+        for mode in ("zero3", "stock", "zero1"):
+            assert found[mode] == found["saved"]

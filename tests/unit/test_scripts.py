@@ -149,7 +149,7 @@ def test_run_train_reads_the_environment(clone, tmp_path):
     argv, threads, _ = result.stdout.splitlines()
     assert "--nproc_per_node=2 " in argv
     assert "--local-ranks-filter 0,1 " in argv
-    assert argv.endswith(f"-m torchtitan.train --job.config_file {tmp_path}/mine.toml")
+    assert argv.endswith(f"-m torchtitan_matrixfsdp.train --job.config_file {tmp_path}/mine.toml")
     assert threads == "OMP_NUM_THREADS=5"
     other = run(clone, "run_train.sh", TRAIN_FILE="some.module")
     assert " -m some.module --job" in other.stdout

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError, describe_os_error
 
 _T = TypeVar("_T")
 
@@ -38,6 +39,26 @@ def raise_together(fault: str | None) -> None:
         CheckpointError: as :func:`gather_or_raise`.
     """
     gather_or_raise(None, fault)
+
+
+def together(action: Callable[[], _T]) -> _T:
+    """Run ``action`` on this rank; if it fails on any rank, every rank raises.
+
+    A rank that raised alone would leave the others waiting in the next collective.
+
+    Raises:
+        CheckpointError: as :func:`gather_or_raise`, for a rank that raised one, or an OSError.
+    """
+    results: list[_T] = []
+    fault: str | None = None
+    try:
+        results.append(action())
+    except CheckpointError as error:
+        fault = str(error)
+    except OSError as error:
+        fault = describe_os_error(error)
+    raise_together(fault)
+    return results[0]
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -33,6 +33,7 @@ from torchtitan.components.checkpoint import (
     ModelWrapper,
 )
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import Checkpoint as CheckpointConfig
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -48,11 +49,15 @@ from torchtitan_matrixfsdp.checkpoint import (
     OwnerStorageWriter,
     StrictLoadPlanner,
     describe_os_error,
-    raise_together,
+    export_hf,
+    import_hf,
+    move_aside,
     read_manifest,
     read_metadata,
     step_folders,
+    together,
 )
+from torchtitan_matrixfsdp.titan.hf_config import hf_extra_files
 from torchtitan_matrixfsdp.titan.model import OwnerModelMixin
 from torchtitan_matrixfsdp.titan.validation import matrix_optimizer_of, owner_fsdp_of
 
@@ -85,6 +90,7 @@ class OwnerCheckpointManager(CheckpointManager):
         checkpoint_config: as TorchTitan's.
         describe: says what the manifest shall say of the run, at each save.
         plans: the owner plans of all pipeline stages, as records.
+        hf_files: what an export to Hugging Face holds beside the weights, by name.
         rest: TorchTitan's other arguments.
 
     Raises:
@@ -98,8 +104,10 @@ class OwnerCheckpointManager(CheckpointManager):
         checkpoint_config: CheckpointConfig,
         describe: Callable[[], Mapping[str, Any]],
         plans: tuple[Mapping[str, Any], ...],
+        hf_files: Callable[[], Mapping[str, bytes]],
         **rest: Any,
     ) -> None:
+        self._hf_files = hf_files
         self._describe = describe
         self._plans = plans
         self._lock: FolderLock | None = None
@@ -112,7 +120,7 @@ class OwnerCheckpointManager(CheckpointManager):
         if self.async_mode != AsyncMode.DISABLED:
             self.stager = _make_stager(self.async_mode)
         if not self.load_only:
-            raise_together(self._take_folder)
+            together(self._take_folder)
 
     def _take_folder(self) -> None:
         if dist.get_rank() == 0:
@@ -177,6 +185,9 @@ class OwnerCheckpointManager(CheckpointManager):
         checkpoint_id = self._create_checkpoint_id(curr_step)
         states = self._flattened_model_states_sd()
         planner = None
+        if self.last_save_in_hf:
+            self._export(Path(checkpoint_id))
+            return
         if self.last_save_model_only:
             logger.info(f"Saving the model alone, in {self.export_dtype}, at step {curr_step}")
             states = self.states[MODEL].state_dict()
@@ -184,6 +195,19 @@ class OwnerCheckpointManager(CheckpointManager):
             if self.export_dtype != torch.float32:
                 planner = ConvertingSavePlanner(self.export_dtype)
         self.dcp_save(states, checkpoint_id, AsyncMode.DISABLED, True, planner=planner)
+
+    def _export(self, path: Path) -> None:
+        """The weights in Hugging Face's format."""
+        assert self.sd_adapter is not None  # both models have one
+        extra_files = together(self._hf_files)
+        together(lambda: self._make_room(path))
+        state = self.states[MODEL].state_dict()
+        export_hf(state, self.sd_adapter.to_hf, path, self.export_dtype, extra_files=extra_files)
+        logger.info(f"{path} is complete: an export in {self.export_dtype}")
+
+    def _make_room(self, path: Path) -> None:
+        if dist.get_rank() == 0 and (aside := move_aside(path)) is not None:
+            logger.warning(f"{path} was there already; it is now {aside}")
 
     def _purge_stale_checkpoints(self) -> None:
         """Delete all but the newest ``keep_latest_k`` complete checkpoints.
@@ -218,7 +242,7 @@ class OwnerCheckpointManager(CheckpointManager):
         if source.in_hf:
             self._load_hf(source.path)
         else:
-            raise_together(lambda: self._check(source, states))
+            together(lambda: self._check(source, states))
             self._load_dcp(source, states)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         logger.info(f"Loaded {source.path}")
@@ -278,12 +302,16 @@ class OwnerCheckpointManager(CheckpointManager):
             degree = states[DATALOADER].dp_world_size
             if saved not in (0, degree):
                 read = manifest.job.get("tokens_seen") if manifest is not None else None
-                what = "what it had read" if read is None else f"the {read:,} tokens it had read"
+                again = (
+                    "what it had read is"
+                    if read is None
+                    else f"the {read:,} tokens it had read are"
+                )
                 raise CheckpointError(
                     f"{source.path}: saved by {saved} data-parallel ranks; this job has {degree}, "
                     "and a position in the data cannot be divided anew. Go on without it by "
                     "adding dataloader to checkpoint.exclude_from_loading: the data then starts "
-                    f"from its beginning, so that {what} is read again, and nothing is skipped."
+                    f"from its beginning, so that {again} read again, and nothing is skipped."
                 )
 
     def _load_dcp(self, source: Source, states: dict[str, Any]) -> None:
@@ -295,7 +323,10 @@ class OwnerCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(states)
 
     def _load_hf(self, folder: Path) -> None:
-        raise NotImplementedError
+        assert self.sd_adapter is not None  # both models have one
+        state = self.states[MODEL].state_dict()
+        import_hf(state, self.sd_adapter.to_hf, self.sd_adapter.from_hf, folder)
+        self.states[MODEL].load_state_dict(state)
 
     def close(self) -> None:
         """Wait for the save under way, then end threads and give the folder back."""
@@ -326,6 +357,11 @@ def build_checkpoint_manager(trainer: Trainer) -> OwnerCheckpointManager:
         base_folder=config.job.dump_folder,
         describe=lambda: describe_run(trainer),
         plans=_plans(trainer),
+        hf_files=lambda: hf_extra_files(
+            trainer.model_args,
+            Path(config.model.hf_assets_path),
+            TORCH_DTYPE_MAP[config.checkpoint.export_dtype],
+        ),
     )
 
 
@@ -393,7 +429,7 @@ def _of_first_rank(choose: Callable[[], Source | None]) -> Source | None:
         if dist.get_rank() == 0:
             chosen[0] = choose()
 
-    raise_together(on_first)
+    together(on_first)
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
 

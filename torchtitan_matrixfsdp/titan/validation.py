@@ -166,11 +166,9 @@ def _check_ranges(config: TitanJobConfig) -> None:
 
 def _refuse_unsupported(config: TitanJobConfig) -> None:
     parallelism, training = config.parallelism, config.training
-    checkpoint = config.checkpoint
     is_sharded = (
         parallelism.data_parallel_shard_degree != 1 or parallelism.context_parallel_degree != 1
     )
-    is_owned = owner_fsdp_of(config).is_owned and is_sharded
     has_accelerator = torch.accelerator.is_available()
     unsupported: list[tuple[str, Any, bool, str]] = [
         (
@@ -190,18 +188,6 @@ def _refuse_unsupported(config: TitanJobConfig) -> None:
             config.optimizer.early_step_in_backward,
             config.optimizer.early_step_in_backward,
             "set it to false",
-        ),
-        (
-            "checkpoint.last_save_in_hf",
-            checkpoint.last_save_in_hf,
-            checkpoint.last_save_in_hf and is_owned,
-            "set it to false (owner shards are saved as a distributed checkpoint)",
-        ),
-        (
-            "checkpoint.initial_load_in_hf",
-            checkpoint.initial_load_in_hf,
-            checkpoint.initial_load_in_hf and is_owned,
-            "set it to false (owner shards load from a distributed checkpoint)",
         ),
         (
             "fault_tolerance.enable",
