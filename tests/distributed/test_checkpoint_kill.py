@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.kill_job import RANKS, Job, losses, started
 from tests.support import CorpusPaths
-from torchtitan_matrixfsdp.checkpoint import step_folders
+from torchtitan_matrixfsdp.checkpoint import StepFolder, step_folders
 from torchtitan_matrixfsdp.checkpoint.manifest import METADATA
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -43,13 +43,16 @@ def _save_seconds(folder: Path, steps: int) -> float:
     return max(sorted(times)[len(times) // 2], 0.02)
 
 
-def _watch(folder: Path, step: int, job: Job) -> None:
-    """Until the folder of ``step`` is there."""
-    path = folder / f"step-{step}"
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+def _watch(path: Path, old: int | None, job: Job) -> None:
+    """Until there is a folder at ``path`` that is not the one with inode ``old``."""
     deadline = time.monotonic() + PATIENCE
-    while not path.exists():
+    while _inode(path) in (None, old):
         ended = [process.exitcode for process in job.ranks]
-        assert all(code is None for code in ended), f"{ended}\n{job.log(0)}\n{job.log(1)}"
+        assert ended == [None] * RANKS, f"{ended}\n{job.log(0)}\n{job.log(1)}"
         assert time.monotonic() < deadline, job.log(0)
         time.sleep(0.001)
 
@@ -86,12 +89,10 @@ class Run:
         first = self.random.randrange(RANKS)
         # The launcher needs a moment to see that a rank is gone.
         gap = self.random.uniform(0, 0.3)
+        path = self.checkpoints / f"step-{target}"
+        old = _inode(path)  # a partial one, of an earlier start
         with started(self.job(mode)) as job:
-            if (self.checkpoints / f"step-{target}").exists():
-                # A partial one of an earlier start is there until the new one moves it aside.
-                _watch(self.checkpoints, target - 1, job)
-            else:
-                _watch(self.checkpoints, target, job)
+            _watch(path, old, job)
             time.sleep(wait)
             if everyone:
                 job.kill(*range(RANKS))
@@ -103,15 +104,13 @@ class Run:
             assert codes[first] == -signal.SIGKILL and None not in codes, codes
             assert job.survivors(10) == [], "a process of the killed job lives on"
             self.check_start(job, found)
-        left = {entry.step: entry.is_complete for entry in step_folders(self.checkpoints)}
-        is_partial = [
-            step for step, is_complete in left.items() if not is_complete and step > newest
-        ]
-        inside = any(f"step-{step}" not in before or step in is_partial for step in is_partial)
-        self.landed["inside" if inside else "between"] += 1
+        now = _contents(self.checkpoints)
+        partial = [e.path.name for e in step_folders(self.checkpoints) if not e.is_complete]
+        inside = any(now[name] != before.get(name) for name in partial)
+        self.landed["inside a save" if inside else "between saves"] += 1
         self.check_kept(before)
 
-    def check_start(self, job: Job, found: list) -> None:
+    def check_start(self, job: Job, found: list[StepFolder]) -> None:
         """It began from the newest complete step and named the partial ones."""
         log = job.log(0)
         complete = [entry for entry in found if entry.is_complete]
@@ -148,10 +147,8 @@ def _kills(corpus: CorpusPaths, tmp: Path, seed: int, modes: list[str]) -> colle
     whole = Run(corpus, tmp / "whole", steps, seed)
     whole.finish("disabled")
     save_seconds = _save_seconds(whole.checkpoints, steps)
-    expected = {
-        rank: {line[0]: line for line in losses(whole.folder, rank)} for rank in range(RANKS)
-    }
-    assert all(list(lines) == list(range(1, steps + 1)) for lines in expected.values())
+    expected = [{line[0]: line for line in losses(whole.folder, rank)} for rank in range(RANKS)]
+    assert all(list(lines) == list(range(1, steps + 1)) for lines in expected)
     run = Run(corpus, tmp / "killed", steps, seed)
     for mode in modes:
         run.kill_once(mode, save_seconds)
@@ -187,4 +184,4 @@ def test_thirty_kills(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
         total += _kills(corpus_dir, folder, 100 + seed, [mode] * 10)
     print(f"30 kills: {dict(total)}")
     # Kills between saves alone would prove little.
-    assert total["inside"] >= 5
+    assert total["inside a save"] >= 5
