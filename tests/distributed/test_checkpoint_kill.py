@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
+import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.kill_job import RANKS, Job, losses, started
-from tests.support import CorpusPaths
+from tests.distributed.trainer import CONFIG
+from tests.harness import processes_with_env
+from tests.support import ROOT, CorpusPaths
 from torchtitan_matrixfsdp.checkpoint import StepFolder, step_folders
 from torchtitan_matrixfsdp.checkpoint.manifest import METADATA
 
@@ -185,3 +194,100 @@ def test_thirty_kills(corpus_dir: CorpusPaths, tmp_path: Path) -> None:
     print(f"30 kills: {dict(total)}")
     # Kills between saves alone would prove little.
     assert total["inside a save"] >= 5
+
+
+def _entry_point(
+    corpus: CorpusPaths, folder: Path, mark: str, name: str, *overrides: str
+) -> list[subprocess.Popen[bytes]]:
+    """The ranks of a job through the entry point, without a launcher that would end one rank when
+    it sees another one end."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    variable, _, value = mark.partition("=")
+    ranks = []
+    for rank in range(RANKS):
+        env = {
+            **os.environ,
+            variable: value,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "torchtitan_matrixfsdp.train"]
+        command += [
+            "--metrics.no-enable-tensorboard",
+            "--job.config_file",
+            str(CONFIG),
+            "--job.dump_folder",
+            str(folder),
+        ]
+        command += ["--training.dataset_path", str(corpus.corpus)]
+        command += ["--model.hf_assets_path", str(corpus.tokenizer), "--training.seq_len=32"]
+        with (folder / f"{name}{rank}").open("w") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [*command, *overrides], env=env, stdout=output, stderr=output, cwd=ROOT
+                )
+            )
+    return ranks
+
+
+def _until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def _savers(mark: str) -> list[int]:
+    """The background processes that are there."""
+    found = []
+    for pid in processes_with_env(mark):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _kill_at_once(ranks: list[subprocess.Popen[bytes]], mark: str) -> None:
+    """Kill the ranks; whatever they have started must end by itself."""
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.wait(30)
+    _until(lambda: not list(processes_with_env(mark)), "a background process lives on", seconds=10)
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_and_no_orphan_stays(
+    corpus_dir: CorpusPaths, tmp_path: Path
+) -> None:
+    """A second job cannot save to the folder of the first: one line, exit status 2, both ranks."""
+    mark = f"MATRIXFSDP_TEST_RUN={uuid.uuid4().hex}"
+    job = ["--checkpoint.interval=1", "--checkpoint.async_mode=async_with_pinned_mem"]
+    job += ["--training.steps=1000000"]
+    try:
+        first = _entry_point(corpus_dir, tmp_path, mark, "first", *job)
+        _until(lambda: (tmp_path / "checkpoint" / "step-2" / METADATA).exists(), "no save")
+        second = _entry_point(corpus_dir, tmp_path, mark, "second", *job)
+        assert [process.wait(PATIENCE) for process in second] == [2, 2]
+        for rank in range(RANKS):
+            said = (tmp_path / f"second{rank}").read_text()
+            lines = [line for line in said.splitlines() if f"[rank {rank}] error: " in line]
+            assert len(lines) == 1 and ".lock: another run saves" in lines[0], said
+            assert f'"process": {first[0].pid}' in lines[0] and "Traceback" not in said
+        assert [process.poll() for process in first] == [None, None]
+        _kill_at_once(first, mark)
+        # Once more, while the background processes start and wait for each other.
+        third = _entry_point(corpus_dir, tmp_path, mark, "third", *job)
+        _until(lambda: bool(_savers(mark)), "no background process")
+        _kill_at_once(third, mark)
+    finally:
+        for pid in processes_with_env(mark):
+            os.kill(pid, signal.SIGKILL)
