@@ -104,9 +104,10 @@ def _leave(status: int) -> None:
 if __name__ == "__mp_main__":
     # The process in which DCP saves in the background imports this module as it starts. Until the
     # first save it waits for those of the other ranks, half an hour if they are gone.
+    parent_process = os.getppid()  # before the import, which takes seconds
     from torchtitan_matrixfsdp.checkpoint.background import end_with_parent
 
-    end_with_parent(os.getppid())
+    end_with_parent(parent_process)
 
 if __name__ == "__main__":
     exit_status = main()

@@ -261,7 +261,10 @@ def _kill_at_once(ranks: list[subprocess.Popen[bytes]], mark: str) -> None:
         process.kill()
     for process in ranks:
         process.wait(30)
-    _until(lambda: not list(processes_with_env(mark)), "a background process lives on", seconds=10)
+    # Only what they have imported so far lets them see it: that may still take a while.
+    start = time.monotonic()
+    _until(lambda: not list(processes_with_env(mark)), "a background process lives on", seconds=60)
+    print(f"the last process ended after {time.monotonic() - start:.1f} s")
 
 
 @pytest.mark.slow
