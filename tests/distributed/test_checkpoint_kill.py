@@ -41,17 +41,6 @@ def _contents(folder: Path) -> dict[str, str]:
     return found
 
 
-def _save_seconds(folder: Path, steps: int) -> float:
-    """The median time from a step's folder to its index, in a run that was not killed."""
-    times = []
-    for step in range(1, steps + 1):
-        path = folder / f"step-{step}"
-        first = min(file.stat().st_ctime for file in path.glob("*.distcp"))
-        # The data file is changed until it is complete: the index comes after that.
-        times.append((path / METADATA).stat().st_mtime - first)
-    return max(sorted(times)[len(times) // 2], 0.02)
-
-
 def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
@@ -63,6 +52,13 @@ def _watch(path: Path, old: int | None, job: Job) -> None:
         ended = [process.exitcode for process in job.ranks]
         assert ended == [None] * RANKS, f"{ended}\n{job.log(0)}\n{job.log(1)}"
         assert time.monotonic() < deadline, job.log(0)
+        time.sleep(0.001)
+
+
+def _until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what
         time.sleep(0.001)
 
 
@@ -136,26 +132,38 @@ class Run:
         for name, digest in before.items():
             assert digest in now.values(), f"{name} was changed or deleted: {sorted(now)}"
 
-    def finish(self, mode: str) -> Job:
+    def measure(self) -> float:
+        """Train it from the start to the end; the median of seconds from a step's folder to its
+        index."""
+        times = []
+        with started(self.job("disabled")) as job:
+            for step in range(1, self.steps + 1):
+                path = self.checkpoints / f"step-{step}"
+                _watch(path, None, job)
+                start = time.monotonic()
+                _until((path / METADATA).exists, job.log(0))
+                times.append(time.monotonic() - start)
+            codes = job.wait(PATIENCE)
+            assert codes == [0] * RANKS, f"{codes}\n{job.log(0)}\n{job.log(1)}"
+        return sorted(times)[len(times) // 2]
+
+    def finish(self, mode: str) -> None:
         """Start it and let it end."""
-        before = _contents(self.checkpoints) if self.checkpoints.exists() else {}
+        before = _contents(self.checkpoints)
         found = step_folders(self.checkpoints)
         with started(self.job(mode)) as job:
             codes = job.wait(PATIENCE)
             assert codes == [0] * RANKS, f"{codes}\n{job.log(0)}\n{job.log(1)}"
             self.check_start(job, found)
             assert job.survivors(10) == []
-        if before:
-            self.check_kept(before)
-        return job
+        self.check_kept(before)
 
 
 def _kills(corpus: CorpusPaths, tmp: Path, seed: int, modes: list[str]) -> collections.Counter[str]:
     """A run that is killed once for each of ``modes``; where the kills landed."""
     steps = 2 * len(modes) + 2
     whole = Run(corpus, tmp / "whole", steps, seed)
-    whole.finish("disabled")
-    save_seconds = _save_seconds(whole.checkpoints, steps)
+    save_seconds = whole.measure()
     expected = [{line[0]: line for line in losses(whole.folder, rank)} for rank in range(RANKS)]
     assert all(list(lines) == list(range(1, steps + 1)) for lines in expected)
     run = Run(corpus, tmp / "killed", steps, seed)
@@ -238,13 +246,6 @@ def _entry_point(
     return ranks
 
 
-def _until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def _savers(mark: str) -> list[int]:
     """The background processes that are there."""
     found = []
@@ -287,9 +288,11 @@ def test_a_second_run_is_refused_and_no_orphan_stays(
             assert f'"process": {first[0].pid}' in lines[0] and "Traceback" not in said
         assert [process.poll() for process in first] == [None, None]
         _kill_at_once(first, mark)
-        # Once more, while the background processes start and wait for each other.
+        # Once more while the background processes start: one of the two is killed as well, so that
+        # the other one waits for it.
         third = _entry_point(corpus_dir, tmp_path, mark, "third", *job)
-        _until(lambda: bool(_savers(mark)), "no background process")
+        _until(lambda: len(_savers(mark)) == RANKS, "no background processes")
+        os.kill(_savers(mark)[0], signal.SIGKILL)
         _kill_at_once(third, mark)
     finally:
         for pid in processes_with_env(mark):
