@@ -304,11 +304,9 @@ class OwnerCheckpointManager(CheckpointManager):
             degree = states[DATALOADER].dp_world_size
             if saved not in (0, degree):
                 read = manifest.job.get("tokens_seen") if manifest is not None else None
-                again = (
-                    "what it had read is"
-                    if read is None
-                    else f"the {read:,} tokens it had read are"
-                )
+                again = "what it had read is"
+                if read is not None:
+                    again = f"the {read:,} tokens it had read are"
                 raise CheckpointError(
                     f"{source.path}: saved by {saved} data-parallel ranks; this job has {degree}, "
                     "and a position in the data cannot be divided anew. Go on without it by "
