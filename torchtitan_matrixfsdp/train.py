@@ -1,9 +1,9 @@
 """``python -m torchtitan_matrixfsdp.train``: TorchTitan's trainer, also where there is only a CPU.
 
 This is ``python -m torchtitan.train`` with checks before a process group exists and this package's
-checkpoint manager. Without an accelerator it first puts TorchTitan on the CPU. Start it as that one, with ``torchrun`` or with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
-``MASTER_ADDR`` and ``MASTER_PORT`` set; ``--job.config_file`` and ``--section.key value`` are the
-same.
+checkpoint manager. Without an accelerator it first puts TorchTitan on the CPU. Start it as that
+one, with ``torchrun`` or with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT`` set; ``--job.config_file`` and ``--section.key value`` are the same.
 """
 
 import logging
@@ -104,9 +104,10 @@ def _leave(status: int) -> None:
 if __name__ == "__mp_main__":
     # The process in which DCP saves in the background imports this module as it starts. Until the
     # first save it waits for those of the other ranks, half an hour if they are gone.
+    parent_process = os.getppid()  # before the import, which takes seconds
     from torchtitan_matrixfsdp.checkpoint.background import end_with_parent
 
-    end_with_parent(os.getppid())
+    end_with_parent(parent_process)
 
 if __name__ == "__main__":
     exit_status = main()

@@ -3,7 +3,8 @@
 Jobs of four ranks save once, each in another layout; then every kind of job, at several world
 sizes, loads every one of these checkpoints that its optimizer can continue, after zeroing its own
 weights and states. Compared are digests of the whole tensors in their stored dtypes, and all
-options, rates and counters: bitwise equality in each cell.
+options, rates and counters: bitwise equality in each cell. Cases 9 (two learning rates), 11, 16 and
+25 (tied weights stay one parameter).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SMALL = [
 STOCK = ["--owner_fsdp.mode=stock"]
 ZERO1 = ["--owner_fsdp.mode=zero1"]
 BF16 = ["--training.dtype=bfloat16"]
+QWEN = ["--model.name=qwen3_owner"]
 SHAMPOO = ["--matrix_optimizer.name=Shampoo"]
 SOAP = ["--matrix_optimizer.name=SOAP"]
 COMPILED = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
@@ -64,6 +66,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         BY_TORCHTITAN: [],
     },
     "muon bf16": {"zero3 bf16": BF16},
+    "qwen": {"zero3 qwen": QWEN},
     "shampoo": {"zero3 shampoo": SHAMPOO},
     "soap": {"zero3 soap": SOAP},
 }
@@ -78,6 +81,7 @@ def _targets(world_size: int) -> dict[str, tuple[str, list[str]]]:
     targets = {
         "zero3": ("muon", []),
         "bf16": ("muon bf16", BF16),
+        "qwen": ("qwen", QWEN),
         "shampoo": ("shampoo", SHAMPOO),
         "soap": ("soap", SOAP),
     }
@@ -87,7 +91,9 @@ def _targets(world_size: int) -> dict[str, tuple[str, list[str]]]:
         "stock": ("muon", STOCK),
         "zero1": ("muon", ZERO1),
         "ddp": ("muon", replicated),
+        "qwen stock": ("qwen", [*QWEN, *STOCK]),
         "ddp soap": ("soap", [*SOAP, *replicated]),
+        "zero1 shampoo": ("shampoo", [*SHAMPOO, *ZERO1]),
         "another planner and transport": (
             "muon",
             ["--owner_fsdp.planner=scope_greedy", "--owner_fsdp.transport=broadcast"],
@@ -130,6 +136,9 @@ def _load(corpus: CorpusPaths, tmp: Path) -> dict[str, dict[str, dict[str, Any]]
         scratch = tmp / f"{target} {dist.get_world_size()}"
         trainer = build_trainer([*loading, *options], corpus, scratch)
         found[target] = {source: loaded(trainer, tmp, source) for source in SOURCES[kind]}
+        if kind == "qwen":
+            model = trainer.model_parts[0]
+            assert model.output.weight is model.tok_embeddings.weight
         if target == "zero3":
             state = loaded(trainer, tmp, "model only", model_only=True)
             found[target]["model only"] = _model(state)

@@ -8,9 +8,11 @@ the one over the data of the other. The folder's lock does not stop it: the trai
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import threading
 import time
+from multiprocessing.process import BaseProcess
 
 _POLL = 0.05  # seconds; a restarted run takes seconds to come to a save
 
@@ -27,6 +29,12 @@ def end_with_parent(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+    while os.getppid() == parent and _is_alive(multiprocessing.parent_process()):
         time.sleep(_POLL)
     os._exit(1)
+
+
+def _is_alive(process: BaseProcess | None) -> bool:
+    """Whether the process that started this one, as multiprocessing knows it, is still there;
+    ``None`` until it knows. This also finds a parent that died before its id was asked for."""
+    return process is None or process.is_alive()

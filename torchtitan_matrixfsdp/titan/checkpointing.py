@@ -149,6 +149,8 @@ class OwnerCheckpointManager(CheckpointManager):
         """Save to ``checkpoint_id``, as TorchTitan's; what is there is moved aside first."""
         assert not to_hf  # see _save_last_step
         path = Path(checkpoint_id)
+        if dist.get_rank() == 0 and path.exists():
+            logger.warning(f"{path} is there already; it is moved aside, to a name beside it")
         writer = OwnerStorageWriter(path, Manifest(job=self._describe(), plans=self._plans))
         result: Future[Any] | AsyncSaveResponse | None = None
         if async_mode == AsyncMode.DISABLED:
@@ -302,11 +304,9 @@ class OwnerCheckpointManager(CheckpointManager):
             degree = states[DATALOADER].dp_world_size
             if saved not in (0, degree):
                 read = manifest.job.get("tokens_seen") if manifest is not None else None
-                again = (
-                    "what it had read is"
-                    if read is None
-                    else f"the {read:,} tokens it had read are"
-                )
+                again = "what it had read is"
+                if read is not None:
+                    again = f"the {read:,} tokens it had read are"
                 raise CheckpointError(
                     f"{source.path}: saved by {saved} data-parallel ranks; this job has {degree}, "
                     "and a position in the data cannot be divided anew. Go on without it by "
