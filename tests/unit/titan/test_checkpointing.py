@@ -67,6 +67,7 @@ def _run(dump_folder: Path, **keys: Any) -> Iterator[tuple[Job, OwnerCheckpointM
         checkpoint_config=CheckpointConfig(enable=True, interval=1, **keys),
         describe=dict,
         plans=(),
+        hf_files=dict,
         states={"train_state": job.train_state},
         sd_adapter=None,
         base_folder=str(dump_folder),
