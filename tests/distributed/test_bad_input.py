@@ -319,7 +319,8 @@ def test_more_ranks_than_roles_works_and_says_so(corpus_dir: CorpusPaths, tmp_pa
 def test_the_entry_point_prints_one_line_per_rank_and_fails(
     corpus_dir: CorpusPaths, tmp_path: Path
 ) -> None:
-    """Through torchrun: exit code, one line on each rank, and no hang."""
+    """Through torchrun: exit code, at most one line on each rank, and no hang. torchrun ends the
+    other rank as soon as the first has said its line and left, perhaps before it says its own."""
     result = run_torchrun(
         [
             "-m",
@@ -337,7 +338,7 @@ def test_the_entry_point_prints_one_line_per_rank_and_fails(
         check=False,
     )
     assert result.returncode != 0
-    for rank in range(2):
-        lines = [ln for ln in result.output.splitlines() if f"[rank {rank}] error:" in ln]
-        assert len(lines) == 1 and "training.dataset_path" in lines[0]
+    lines = [ln for ln in result.output.splitlines() if "error: ConfigError" in ln]
+    assert {sum(f"[rank {rank}]" in ln for ln in lines) for rank in range(2)} <= {0, 1}
+    assert lines and all("training.dataset_path" in ln for ln in lines)
     assert "in validate_job_config" not in result.output  # a frame of a traceback
