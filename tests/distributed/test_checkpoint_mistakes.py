@@ -287,7 +287,7 @@ OTHERS: dict[str, list[str]] = {
     "another data-parallel degree": [
         "pipeline/checkpoint/step-1: saved by 1 data-parallel ranks; this job has 2",
         "adding dataloader to checkpoint.exclude_from_loading",
-        "the 64 tokens it had read is read again",
+        "the 64 tokens it had read are read again",
     ],
 }
 

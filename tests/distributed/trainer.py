@@ -191,6 +191,7 @@ def build_trainer(
 
     add_tiny_flavors()
     # After the flavors: it registers the specs, which copy what there is.
+    from torchtitan_matrixfsdp.titan.train_specs import MODEL_NAMES
     from torchtitan_matrixfsdp.titan.trainer import OwnerTrainer
 
     config = ConfigManager().parse_args(
@@ -206,7 +207,9 @@ def build_trainer(
             *overrides,
         ]
     )
-    return Trainer(config) if is_stock else OwnerTrainer(config)
+    # The oracles' models that are registered above are of no name that it knows.
+    is_ours = config.model.name in MODEL_NAMES and not is_stock
+    return OwnerTrainer(config) if is_ours else Trainer(config)
 
 
 def record_metrics(trainer: Any) -> Record:

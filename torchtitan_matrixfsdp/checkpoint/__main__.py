@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands[options.command](options)
     except CheckpointError as error:
         message = str(error)
+    except BrokenPipeError:
+        # The reader of the output has seen enough, as `| head` does; nor may the interpreter's end
+        # write to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except OSError as error:
         message = describe_os_error(error)
     print(f"error: {message}", file=sys.stderr)
