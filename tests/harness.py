@@ -140,7 +140,7 @@ class _Ranks:
                 undo.enter_context(tempfile.TemporaryDirectory(prefix="matrixfsdp-ranks-"))
             )
             undo.callback(self._kill)
-            context = _forking_context()
+            context = forking_context()
             for rank in range(self.world_size):
                 shape = (rank, self.world_size, str(self._dir))
                 process = context.Process(
@@ -272,7 +272,7 @@ class _Ranks:
 
 
 @functools.cache
-def _forking_context() -> ForkServerContext:
+def forking_context() -> ForkServerContext:
     """Ranks are forked from a process that has imported what most of them need, and nothing more:
     no thread runs in it, no group exists, no generator was drawn from."""
     context = multiprocessing.get_context("forkserver")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.harness import processes_with_env
+from tests.harness import forking_context, processes_with_env
 from tests.support import CorpusPaths
 
 RANKS = 2
@@ -48,9 +47,8 @@ class Job:
     ranks: list[BaseProcess] = field(default_factory=list)
 
     def start(self) -> None:
-        """Fork the ranks, from a process that has imported everything."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.warm_up"])
+        """Fork the ranks."""
+        context = forking_context()
         for rank in range(RANKS):
             arguments = (rank, self.corpus, self.folder, self.overrides, self.mark, self.logs)
             # Not a daemon: those may have no child, and a rank has one that saves.
@@ -132,6 +130,10 @@ def run_rank(
 
 def _train(rank: int, corpus: CorpusPaths, folder: Path, overrides: list[str], logs: Path) -> None:
     import torch.distributed as dist
+
+    from torchtitan_matrixfsdp.cpu_device import use_cpu_device
+
+    use_cpu_device()
     from torchtitan.components.metrics import BaseLogger
     from torchtitan.tools.logging import init_logger
 
