@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from torchtitan_matrixfsdp.bench.blocks import model_blocks, plan_blocks, scaled_model
@@ -121,8 +121,11 @@ class LiveStorages(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, torch.Tensor):
-                self._see(local_of(value) if isinstance(value, DTensor) else value)
+            plain = local_of(value) if isinstance(value, DTensor) else value
+            # A tensor that wraps another, as one on its way does, claims memory of its own and has
+            # none; the other passes through operators itself.
+            if isinstance(plain, torch.Tensor) and not is_traceable_wrapper_subclass(plain):
+                self._see(plain)
         self._peak = max(self._peak, self.live())
         return result
 
