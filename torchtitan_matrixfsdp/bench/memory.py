@@ -121,16 +121,16 @@ class LiveStorages(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for value in tree_iter((args, kwargs, result)):
-            plain = local_of(value) if isinstance(value, DTensor) else value
-            # A tensor that wraps another, as one on its way does, claims memory of its own and has
-            # none; the other passes through operators itself.
-            if isinstance(plain, torch.Tensor) and not is_traceable_wrapper_subclass(plain):
-                self._see(plain)
+            if isinstance(value, torch.Tensor):
+                self._see(local_of(value) if isinstance(value, DTensor) else value)
         self._peak = max(self._peak, self.live())
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "meta":
+        # A tensor that wraps another, as one on its way does, claims memory of its own and has none;
+        # the other passes through operators itself.
+        is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+        if tensor.device.type != "meta" and not is_wrapper:
             storage = tensor.untyped_storage()
             self._storages[id(storage)] = weakref.ref(storage)
 
