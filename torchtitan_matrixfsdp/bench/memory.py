@@ -127,8 +127,8 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
-        # A tensor that wraps another, as one on its way does, claims memory of its own and has none;
-        # the other passes through operators itself.
+        # A tensor that wraps another, as one on its way does, claims memory of its own and has
+        # none; the other passes through operators itself.
         is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
         if tensor.device.type != "meta" and not is_wrapper:
             storage = tensor.untyped_storage()
