@@ -13,10 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.config import Checkpoint as CheckpointConfig
 
-from torchtitan_matrixfsdp.checkpoint import CheckpointError, step_folders
+from torchtitan_matrixfsdp.checkpoint import (
+    CheckpointError,
+    OwnerStorageReader,
+    read_metadata,
+    step_folders,
+)
 from torchtitan_matrixfsdp.checkpoint.manifest import METADATA
 from torchtitan_matrixfsdp.titan.checkpointing import OwnerCheckpointManager
 
@@ -64,7 +71,7 @@ def _run(dump_folder: Path, **keys: Any) -> Iterator[tuple[Job, OwnerCheckpointM
     job = Job()
     manager = OwnerCheckpointManager(
         model_parts=[job.model],
-        checkpoint_config=CheckpointConfig(enable=True, interval=1, **keys),
+        checkpoint_config=CheckpointConfig(**{"enable": True, "interval": 1, **keys}),
         describe=dict,
         plans=(),
         hf_files=dict,
@@ -238,3 +245,56 @@ def test_a_save_that_fails_is_reported_and_costs_nothing(tmp_path: Path, async_m
     for fragment in ("cannot save", str(folder), "checkpoint.folder"):
         assert fragment in str(caught.value)
     assert _resumed(tmp_path) == 1
+
+
+def test_the_last_step_is_converted_as_it_is_written(tmp_path: Path) -> None:
+    """``export_dtype``, as TorchTitan's ``tensor.to``; the job's own weights stay."""
+    with _run(tmp_path, export_dtype="bfloat16") as run:
+        job, manager = run
+        values = torch.randn(2, 3)
+        job.model.weight.data.copy_(values)
+        manager.save(7, last_step=True)
+        assert torch.equal(job.model.weight, values)
+    folder = tmp_path / "checkpoint" / "step-7"
+    metadata = read_metadata(folder)
+    assert list(metadata.state_dict_metadata) == ["weight"]
+    assert metadata.state_dict_metadata["weight"].properties.dtype == torch.bfloat16
+    for reader in (OwnerStorageReader(folder), FileSystemReader(folder)):
+        loaded = {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)}
+        dcp.load(loaded, storage_reader=reader)
+        assert torch.equal(loaded["weight"], values.to(torch.bfloat16))
+    # Read into float32, by the manager and by hand: the rounded values.
+    with _run(tmp_path / "new", initial_load_path=str(folder)) as (job, manager):
+        assert manager.load()
+        assert torch.equal(job.model.weight, values.to(torch.bfloat16).float())
+
+
+def test_keys_that_say_when_to_save(tmp_path: Path) -> None:
+    """``interval``, ``enable_first_step_checkpoint``, ``load_only``, ``enable``."""
+    folder = tmp_path / "checkpoint"
+    with _run(tmp_path, interval=3, enable_first_step_checkpoint=True, keep_latest_k=0) as run:
+        _save(run, *range(1, 8))
+    assert [f.step for f in step_folders(folder)] == [1, 3, 6]
+    before = _content(folder)
+    with _run(tmp_path, load_only=True) as run:
+        assert run[1].load()
+        assert run[0].step == 6
+        _save(run, 7, last=True)
+    with _run(tmp_path, enable=False) as run:
+        assert not run[1].load()
+        _save(run, 8, last=True)
+    assert _content(folder) == before
+
+
+def test_parts_that_are_not_loaded_stay_as_they_are(tmp_path: Path) -> None:
+    """``exclude_from_loading``; what is named must be a part of the state."""
+    with _run(tmp_path) as run:
+        _save(run, 4)
+    excluded = ["dataloader", "lr_scheduler"]
+    with _run(tmp_path, exclude_from_loading=excluded) as (job, manager):
+        job.set(9)
+        assert manager.load()
+        assert torch.equal(job.model.weight, torch.full((2, 3), 4.0))
+        found = {name: part.value for name, part in job.parts.items()}
+        assert found == {"optimizers": 4, "lr_schedulers": 9, "dataloader": 9}
+        assert job.train_state.value == 4
