@@ -165,7 +165,13 @@ def saved(
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, 2, 3, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "world_size",
+    [
+        1,
+        2,
+        3,
+        *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for n in (4, 8)),
+    ],
 )
 def test_every_checkpoint_into_every_job(
     saved: tuple[Path, dict[str, dict[str, Any]]], corpus_dir: CorpusPaths, world_size: int

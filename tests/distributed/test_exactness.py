@@ -9,13 +9,15 @@ import torch.distributed as dist
 
 from tests.distributed.toy import (
     TRANSPORTS,
+    OracleWeights,
     Run,
+    kinds_of,
     make_toy,
     max_difference,
     mesh_of,
+    oracle_weights,
     shard_toy,
     train,
-    train_oracle,
 )
 from tests.harness import run_ranks
 from torchtitan_matrixfsdp.optim import STOCK_STEPS
@@ -44,10 +46,8 @@ RUNS = {
 }
 
 
-def _train_all(replicas: int) -> dict[str, float]:
+def _train_all(replicas: int, oracles: OracleWeights) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    kinds = {(run.accumulation, run.repeat) for run in RUNS.values()}
-    oracles = {kind: train_oracle(STEPS, *kind, layers=LAYERS) for kind in sorted(kinds)}
     differences = {}
     for index, (name, run) in enumerate(RUNS.items()):
         # Another transport for the same options at each world size; some release late, as on a GPU.
@@ -62,11 +62,15 @@ def _train_all(replicas: int) -> dict[str, float]:
     return differences
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "replicas"),
+    [(1, 1), (2, 1), (3, 1), (4, 2), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_float64_equals_one_process(ranks: int, replicas: int) -> None:
     """Cases 1, 2, 3, 4 and 19: whole matrices, one step per batch, sums, gloo, W = 1; every
     transport at every world size."""
-    for differences in run_ranks(_train_all, ranks, replicas, timeout_s=240):
+    oracles = oracle_weights(STEPS, kinds_of(RUNS.values()), LAYERS)
+    for differences in run_ranks(_train_all, ranks, replicas, oracles, timeout_s=240):
         assert [what.rpartition(", ")[0] for what in differences] == list(RUNS)
         assert {what.rpartition(", ")[2] for what in differences} == set(TRANSPORTS)
         assert max(differences.values()) < TOLERANCE, differences

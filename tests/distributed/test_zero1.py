@@ -13,15 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.distributed.test_buffers import WAYS
 from tests.distributed.toy import (
     TRANSPORTS,
+    OracleWeights,
     Run,
     Sharded,
     batch,
     buffers_of,
     full_state,
+    kinds_of,
     loss_of,
     make_toy,
     max_difference,
     mesh_of,
+    oracle_weights,
     owner_groups,
     owner_parameters,
     rows_of,
@@ -59,11 +62,9 @@ def are_equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def _train_all(replicas: int) -> dict[str, tuple[float, bool]]:
+def _train_all(replicas: int, oracles: OracleWeights) -> dict[str, tuple[float, bool]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = mesh_of(replicas, ranks)
-    kinds = {(run.accumulation, run.repeat) for run in RUNS.values()}
-    oracles = {kind: train_oracle(STEPS, *kind, layers=LAYERS) for kind in sorted(kinds)}
     found = {}
     for index, (name, run) in enumerate(RUNS.items()):
         transport = TRANSPORTS[(index + ranks + replicas) % len(TRANSPORTS)]
@@ -80,7 +81,8 @@ def _train_all(replicas: int) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_float64_equals_one_process_and_zero3_bitwise(ranks: int, replicas: int) -> None:
-    for found in run_ranks(_train_all, ranks, replicas, timeout_s=240):
+    oracles = oracle_weights(STEPS, kinds_of(RUNS.values()), LAYERS)
+    for found in run_ranks(_train_all, ranks, replicas, oracles, timeout_s=240):
         assert {what.rpartition(", ")[2] for what in found} == set(TRANSPORTS)
         for what, (difference, is_equal) in found.items():
             assert difference < TOLERANCE, what

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -298,6 +299,9 @@ def train(sharded: Sharded, run: Run, steps: int, rank: int, ranks: int, start: 
                 loss_of(model, tokens, targets)
 
 
+OracleWeights = dict[tuple[int, int], dict[str, torch.Tensor]]
+
+
 def train_oracle(
     steps: int, accumulation: int, repeat: int = 1, layers: int = 3, length: int = 5
 ) -> Toy:
@@ -317,6 +321,22 @@ def train_oracle(
         muon.step()
         adamw.step()
     return model
+
+
+@functools.cache
+def oracle_weights(steps: int, kinds: frozenset[tuple[int, int]], layers: int) -> OracleWeights:
+    """Of :func:`train_oracle`, for each (accumulation, repeat): computed once, in the test's own
+    process, and not by every rank of every spawn."""
+    oracles = {kind: train_oracle(steps, *kind, layers=layers) for kind in sorted(kinds)}
+    return {
+        kind: {name: param.detach() for name, param in model.named_parameters()}
+        for kind, model in oracles.items()
+    }
+
+
+def kinds_of(runs: Iterable[Run]) -> frozenset[tuple[int, int]]:
+    """The (accumulation, repeat) whose oracles ``runs`` are compared with."""
+    return frozenset((run.accumulation, run.repeat) for run in runs)
 
 
 def owner_groups(model: nn.Module) -> list[OwnerParamGroup]:
@@ -350,8 +370,8 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def max_difference(model: nn.Module, oracle: nn.Module) -> float:
-    reference = dict(oracle.named_parameters())
+def max_difference(model: nn.Module, oracle: nn.Module | Mapping[str, torch.Tensor]) -> float:
+    reference = dict(oracle.named_parameters()) if isinstance(oracle, nn.Module) else oracle
     return max(
         (value - reference[name]).abs().max().item() for name, value in full_state(model).items()
     )
