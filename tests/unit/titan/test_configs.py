@@ -115,8 +115,9 @@ def test_the_readmes_storage_table() -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_every_dense_flavor_routes_and_plans(name: str) -> None:
     """Llama 3 and Qwen3 as TorchTitan 0.2.2 ships them, without the expert flavors."""
-    flavors = dense_flavors(name)
-    assert {"debugmodel", "8B"} <= flavors.keys()
+    # Tests that ran in this process before may have added flavors of their own.
+    flavors = [flavor for flavor in dense_flavors(name) if not flavor.startswith("tiny")]
+    assert {"debugmodel", "8B"} <= set(flavors)
     assert not any(flavor in flavors for flavor in ("debugmodel_moe", "30B-A3B", "235B-A22B"))
     for flavor in flavors:
         plan = plan_of(name, flavor, "cost_aware", 4, [r"layers\..*\.weight$"])
