@@ -85,7 +85,7 @@ def _save_and_load(tmp: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (RANKS,))
     three = DeviceMesh("cpu", [0, 1, 2])
     found: dict[str, Any] = {}
-    # Never stopped: in Python 3.11 that can crash threads that allocate meanwhile, as those of gloo.
+    # Never stopped: in Python 3.11 that can crash threads that allocate meanwhile, as gloo does.
     tracemalloc.start()
     # What DCP imports when it is first used is memory too.
     dcp.async_save({"nothing": torch.zeros(())}, checkpoint_id=tmp / "nothing").result()
