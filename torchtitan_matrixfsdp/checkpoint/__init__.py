@@ -6,6 +6,7 @@ from torchtitan_matrixfsdp.checkpoint.hf import export_hf, import_hf
 from torchtitan_matrixfsdp.checkpoint.manifest import Manifest, read_manifest
 from torchtitan_matrixfsdp.checkpoint.planners import ConvertingSavePlanner, StrictLoadPlanner
 from torchtitan_matrixfsdp.checkpoint.reader import OwnerStorageReader, read_metadata
+from torchtitan_matrixfsdp.checkpoint.stored import data_degree
 from torchtitan_matrixfsdp.checkpoint.verdict import together
 from torchtitan_matrixfsdp.checkpoint.writer import OwnerStorageWriter
 
@@ -18,6 +19,7 @@ __all__ = [
     "OwnerStorageWriter",
     "StepFolder",
     "StrictLoadPlanner",
+    "data_degree",
     "describe_os_error",
     "export_hf",
     "import_hf",

@@ -31,13 +31,13 @@ from torchtitan_matrixfsdp.checkpoint.manifest import Manifest
 from torchtitan_matrixfsdp.checkpoint.placement import Placement, as_stored, blocks_of_plans
 from torchtitan_matrixfsdp.checkpoint.safetensors_reader import Reader
 from torchtitan_matrixfsdp.checkpoint.stored import (
-    DATA_RANK,
     MODEL,
     CheckpointReader,
     Kind,
     Source,
     StoredTensor,
     checkpoint_kind,
+    data_degree,
     kind_of,
     part_of,
 )
@@ -155,7 +155,7 @@ def _convert(options: argparse.Namespace) -> int:
         return 0
     plans = reader.manifest.plans if reader.manifest is not None else ()
     _to_dcp(options, reader, Manifest(job, plans), reader.metadata.planner_data)
-    degree = sum(key.startswith(DATA_RANK) for key in reader.metadata.state_dict_metadata)
+    degree = data_degree(reader.metadata)
     if degree not in (0, options.world_size):
         print(
             f"note: the position in the data is still that of {degree} data-parallel ranks; a job "

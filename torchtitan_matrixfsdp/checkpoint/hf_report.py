@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.safetensors import INDEX_FILE, PARTIAL, TensorMeta
+from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX
+from torchtitan_matrixfsdp.checkpoint.safetensors import PARTIAL, TensorMeta
 from torchtitan_matrixfsdp.checkpoint.safetensors_reader import (
     READ_ERRORS,
     Reader,
@@ -49,7 +50,7 @@ def inspect_hf(folder: Path) -> HfSummary:
         dtypes[_dtype(meta)] += _numel(meta)
     return HfSummary(
         path=str(folder),
-        has_index=(folder / INDEX_FILE).is_file(),
+        has_index=(folder / HF_INDEX).is_file(),
         elements=sum(_numel(meta) for meta in metas),
         dtypes=dict(dtypes.most_common()),
         files={name: (folder / name).stat().st_size for name in files},
@@ -91,10 +92,10 @@ def verify_hf(folder: Path, finite: bool, progress: Progress) -> Verification:
             found.problems.append(str(error))
     for name, file in sorted(weight_map.items()):
         if file in headers and name not in headers[file]:
-            found.problems.append(f"{folder / file}: {name} is missing, which {INDEX_FILE} has")
+            found.problems.append(f"{folder / file}: {name} is missing, which {HF_INDEX} has")
     for file, metas in headers.items():
         found.problems += [
-            f"{folder / file}: {name} is there, but not in {INDEX_FILE}"
+            f"{folder / file}: {name} is there, but not in {HF_INDEX}"
             for name in metas
             if weight_map.get(name) != file
         ]
@@ -104,7 +105,7 @@ def verify_hf(folder: Path, finite: bool, progress: Progress) -> Verification:
         f"{path.name} belongs to no finished export" for path in folder.glob(f"*{PARTIAL}")
     ]
     others = {path.name for path in folder.glob("*.safetensors")} - set(weight_map.values())
-    found.notes += [f"{name} is not in {INDEX_FILE}, and not read" for name in sorted(others)]
+    found.notes += [f"{name} is not in {HF_INDEX}, and not read" for name in sorted(others)]
     reader = Reader(folder)
     for file, metas in headers.items():
         for name, meta in metas.items():
@@ -117,13 +118,13 @@ def verify_hf(folder: Path, finite: bool, progress: Progress) -> Verification:
 
 def _size_faults(folder: Path, headers: Mapping[str, Mapping[str, TensorMeta]]) -> list[str]:
     """The index also says how many bytes all tensors have."""
-    if not (folder / INDEX_FILE).is_file():
+    if not (folder / HF_INDEX).is_file():
         return []
-    said = json.loads((folder / INDEX_FILE).read_bytes()).get("metadata", {}).get("total_size")
+    said = json.loads((folder / HF_INDEX).read_bytes()).get("metadata", {}).get("total_size")
     total = sum(meta.nbytes for metas in headers.values() for meta in metas.values())
     if said in (None, total):
         return []
-    return [f"{folder / INDEX_FILE}: total_size is {said!r}, but the tensors have {total} bytes"]
+    return [f"{folder / HF_INDEX}: total_size is {said!r}, but the tensors have {total} bytes"]
 
 
 def _verify_values(reader: Reader, meta: TensorMeta, found: Verification) -> None:

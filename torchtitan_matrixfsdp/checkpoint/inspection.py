@@ -11,15 +11,16 @@ from typing import Any
 from torchtitan_matrixfsdp.checkpoint.checksums import checksum_path
 from torchtitan_matrixfsdp.checkpoint.folder import step_folders
 from torchtitan_matrixfsdp.checkpoint.stored import (
-    DATA_RANK,
     MODEL,
     OPTIMIZER,
     CheckpointReader,
     StoredTensor,
+    data_degree,
     location_of,
     part_of,
     split_state_key,
 )
+from torchtitan_matrixfsdp.layout import gamma
 
 REST = "rest"
 
@@ -157,7 +158,6 @@ def inspect_dcp(reader: CheckpointReader) -> CheckpointSummary:
     dtypes: Counter[str] = Counter()
     for tensor in model.values():
         dtypes[_name(tensor)] += tensor.numel
-    ranks = sum(key.startswith(DATA_RANK) for key in reader.metadata.state_dict_metadata)
     return CheckpointSummary(
         path=str(reader.folder),
         job=manifest.job if manifest is not None else {},
@@ -171,7 +171,7 @@ def inspect_dcp(reader: CheckpointReader) -> CheckpointSummary:
         states=_states(reader.tensors, model),
         objects=len(reader.objects),
         part_bytes=_part_bytes(reader),
-        data_parallel_degree=ranks or None,
+        data_parallel_degree=data_degree(reader.metadata) or None,
         files=files,
         tensors=_tensors(reader.tensors.values(), plans, holders),
     )
@@ -186,7 +186,6 @@ def _plan(record: Mapping[str, Any]) -> PlanSummary:
         for dim in shard["shape"]:
             size *= int(dim)
         owned[shard["owner"]] += size
-    imbalance = max(owned) * world_size / sum(owned) if sum(owned) else 1.0
     return PlanSummary(
         record["planner"],
         record["chosen"],
@@ -194,7 +193,7 @@ def _plan(record: Mapping[str, Any]) -> PlanSummary:
         len(record["blocks"]),
         len(shards),
         tuple(owned),
-        imbalance,
+        gamma(world_size, owned, sum(owned)),
     )
 
 

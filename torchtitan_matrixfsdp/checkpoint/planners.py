@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.stored import MODEL, part_of
 
 _SHOWN = 3
 
@@ -23,22 +24,21 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     Args:
         source: the checkpoint, for messages.
         ignored: parts of the state that are not loaded on purpose, by the first part of their keys.
-        parts: the names of all parts of the state beside the model.
 
     Raises:
         CheckpointError: on every rank, before anything is changed: a parameter or state is
             missing in the checkpoint, is there and not in this job, or has another shape.
     """
 
-    def __init__(self, source: str, ignored: Collection[str], parts: Collection[str]) -> None:
+    def __init__(self, source: str, ignored: Collection[str]) -> None:
         super().__init__()
         self._source = source
         self._ignored = ignored
-        self._parts = parts
 
     def create_local_plan(self) -> LoadPlan:
         """As the base class, after a check of this rank's keys and shapes."""
-        saved = _tensors_and_objects(self.metadata)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in saved]
         if missing:
             raise CheckpointError(self._missing(missing, saved))
@@ -72,10 +72,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         # Of an empty tensor nothing is read.
         asked |= self.state_dict.keys()
+        assert self.metadata is not None
         extra = [
             key
-            for key in _tensors_and_objects(self.metadata)
-            if key not in asked and self._part_of(key) not in self._ignored
+            for key in self.metadata.state_dict_metadata
+            if key not in asked and part_of(key) not in self._ignored
         ]
         if extra:
             raise CheckpointError(
@@ -85,16 +86,12 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             )
         return super().create_global_plan(global_plan)
 
-    def _part_of(self, key: str) -> str:
-        first = key.partition(".")[0]
-        return first if first in self._parts else "model"
-
     def _missing(self, missing: list[str], saved: Collection[str]) -> str:
-        absent = {self._part_of(key) for key in missing} - {self._part_of(key) for key in saved}
-        if absent and "model" not in absent:
+        absent = {part_of(key) for key in missing} - {part_of(key) for key in saved}
+        if absent and MODEL not in absent:
             return (
                 f"{self._source}: it holds no {', '.join(sorted(absent))}, only "
-                f"{sorted({self._part_of(key) for key in saved})}: the last step of a run is saved "
+                f"{sorted({part_of(key) for key in saved})}: the last step of a run is saved "
                 "so unless checkpoint.last_save_model_only = false. Resume from an earlier step "
                 "with checkpoint.load_step; or start a new run, in a folder of its own, with "
                 "checkpoint.initial_load_path; or add what is missing to "
@@ -133,11 +130,6 @@ class ConvertingSavePlanner(DefaultSavePlanner):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(self._dtype)
         return value
-
-
-def _tensors_and_objects(metadata: Metadata | None) -> dict[str, Any]:
-    assert metadata is not None
-    return dict(metadata.state_dict_metadata)
 
 
 def _some(texts: Iterable[str]) -> str:

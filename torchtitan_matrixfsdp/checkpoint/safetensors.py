@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX, sync_folder
 
-INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 PARTIAL = ".partial"
 _WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -224,9 +224,9 @@ class SafetensorsWriter:
             with open(self._partial(file), "rb") as stream:
                 os.fsync(stream.fileno())  # the header, which no tensor may follow
             os.rename(self._partial(file), self.folder / file.name)
-        _sync_folder(self.folder)
-        self._replace(INDEX_FILE, self.plan.index)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
+        self._replace(HF_INDEX, self.plan.index)
+        sync_folder(self.folder)
 
     def _replace(self, name: str, content: bytes) -> None:
         temporary = self.folder / (name + PARTIAL)
@@ -240,14 +240,6 @@ class SafetensorsWriter:
         return self.folder / (file.name + PARTIAL)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def refuse_existing(folder: Path) -> None:
     """Check that ``folder`` holds no weights.
 
@@ -258,7 +250,7 @@ def refuse_existing(folder: Path) -> None:
     if not folder.exists():
         return
     found = sorted(entry.name for entry in folder.iterdir())
-    weights = [name for name in found if name == INDEX_FILE or _WEIGHT_FILE.fullmatch(name)]
+    weights = [name for name in found if name == HF_INDEX or _WEIGHT_FILE.fullmatch(name)]
     if weights:
         raise CheckpointError(
             f"{folder} already holds {weights[-1]}: an export never replaces weights. Choose "

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
-from torchtitan_matrixfsdp.checkpoint.safetensors import DTYPE_NAMES, INDEX_FILE, TensorMeta
+from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX
+from torchtitan_matrixfsdp.checkpoint.safetensors import DTYPE_NAMES, TensorMeta
 
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses more
 _COMPARED_BYTES = 64 * 2**20
@@ -45,7 +46,7 @@ class Reader:
             self._headers[file] = read_header(self.folder / file)
         if name not in self._headers[file]:
             raise CheckpointError(
-                f"{self.folder / file} lacks tensor {name}, which {INDEX_FILE} places in it. Fetch "
+                f"{self.folder / file} lacks tensor {name}, which {HF_INDEX} places in it. Fetch "
                 "or export the folder again."
             )
         return self._headers[file][name]
@@ -105,12 +106,12 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     Raises:
         CheckpointError: neither is there, or the index cannot be read.
     """
-    index, single = folder / INDEX_FILE, folder / "model.safetensors"
+    index, single = folder / HF_INDEX, folder / "model.safetensors"
     if not index.is_file():
         if single.is_file():
             return dict.fromkeys(read_header(single), single.name)
         raise CheckpointError(
-            f"{folder} holds neither {INDEX_FILE} nor {single.name}. Name a folder with weights in "
+            f"{folder} holds neither {HF_INDEX} nor {single.name}. Name a folder with weights in "
             "safetensors format, as Hugging Face's save_pretrained writes them."
         )
     try:

@@ -263,6 +263,11 @@ def part_of(key: str) -> str:
     return first if first in PARTS else MODEL
 
 
+def data_degree(metadata: Metadata) -> int:
+    """The data-parallel ranks whose positions in the data are stored; 0 without any."""
+    return sum(key.startswith(DATA_RANK) for key in metadata.state_dict_metadata)
+
+
 def split_state_key(key: str, parameters: Mapping[str, object]) -> tuple[str, str] | None:
     """``(fqn, name)`` of a parameter's state in the optimizer; ``None`` for any other key.
 

@@ -48,6 +48,7 @@ from torchtitan_matrixfsdp.checkpoint import (
     OwnerStorageReader,
     OwnerStorageWriter,
     StrictLoadPlanner,
+    data_degree,
     describe_os_error,
     export_hf,
     import_hf,
@@ -299,8 +300,7 @@ class OwnerCheckpointManager(CheckpointManager):
         if manifest is None:
             logger.info(f"{source.path} has no checksums: it was not saved by this package")
         if DATALOADER in states:
-            keys = metadata.state_dict_metadata
-            saved = sum(key.startswith(f"{DATALOADER}.dp_rank_") for key in keys)
+            saved = data_degree(metadata)
             degree = states[DATALOADER].dp_world_size
             if saved not in (0, degree):
                 read = manifest.job.get("tokens_seen") if manifest is not None else None
@@ -315,9 +315,8 @@ class OwnerCheckpointManager(CheckpointManager):
                 )
 
     def _load_dcp(self, source: Source, states: dict[str, Any]) -> None:
-        parts = self.states.keys() - {MODEL}
-        ignored = parts - states.keys()
-        planner = StrictLoadPlanner(str(source.path), ignored=ignored, parts=parts)
+        ignored = self.states.keys() - {MODEL} - states.keys()
+        planner = StrictLoadPlanner(str(source.path), ignored)
         with explained():
             dcp.load(states, storage_reader=OwnerStorageReader(source.path), planner=planner)
         self.states[MODEL].load_state_dict(states)

@@ -58,7 +58,7 @@ def _save(folder: Path, state: State, writer: type[FileSystemWriter] | None = No
 
 def _load(folder: Path, reader: type[FileSystemReader] = OwnerStorageReader) -> State:
     state = _state(seed=77)
-    planner = StrictLoadPlanner(str(folder), ignored=(), parts=PARTS)
+    planner = StrictLoadPlanner(str(folder), ignored=())
     dcp.load(state, storage_reader=reader(folder), planner=planner)
     return state
 
@@ -71,7 +71,7 @@ def _error(folder: Path, state: State | None = None) -> str:
         return str(error)
     state = _state(seed=77) if state is None else state
     before = pickle.dumps(state)
-    planner = StrictLoadPlanner(str(folder), ignored=(), parts=PARTS)
+    planner = StrictLoadPlanner(str(folder), ignored=())
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=OwnerStorageReader(folder), planner=planner)
     (cause, _) = caught.value.failures[0]
@@ -291,7 +291,7 @@ def test_weights_alone_are_no_run(tmp_path: Path) -> None:
     for fragment in ("holds no optimizer, train_state", "last_save_model_only", "load_step"):
         assert fragment in said
     # What is left out on purpose is not missed, and not too much.
-    planner = StrictLoadPlanner("", ignored=PARTS, parts=PARTS)
+    planner = StrictLoadPlanner("", ignored=PARTS)
     folder = _save(tmp_path / "step-4", _state(4))
     reader = OwnerStorageReader(folder)
     dcp.load(model, storage_reader=reader, planner=planner)

@@ -18,8 +18,9 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX
 from torchtitan_matrixfsdp.checkpoint.hf import _divide, _Offer, export_hf, import_hf
-from torchtitan_matrixfsdp.checkpoint.safetensors import INDEX_FILE, TensorMeta
+from torchtitan_matrixfsdp.checkpoint.safetensors import TensorMeta
 
 SINGLE = "model-00001-of-00001.safetensors"
 State = dict[str, torch.Tensor]
@@ -152,7 +153,7 @@ def _deeper(weights: State, folder: Path) -> None:
 def _file_missing(weights: State, folder: Path) -> None:
     save_file(weights, folder / "a.safetensors")
     weight_map = dict.fromkeys(weights, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / HF_INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def _index_wrong(weights: State, folder: Path) -> None:
@@ -207,7 +208,7 @@ def test_what_cannot_be_written_leaves_no_export(tmp_path: Path) -> None:
     said = f"cannot write {tmp_path / 'config.json'}: Is a directory.*choose a folder"
     with pytest.raises(CheckpointError, match=said):
         export_hf(state, adapter.to_hf, tmp_path, extra_files={"config.json": b"{}"})
-    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / INDEX_FILE).exists()
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / HF_INDEX).exists()
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'file'}"):
         export_hf(state, adapter.to_hf, tmp_path / "file")

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchtitan_matrixfsdp.checkpoint.errors import CheckpointError
+from torchtitan_matrixfsdp.checkpoint.folder import HF_INDEX
 from torchtitan_matrixfsdp.checkpoint.safetensors import (
     DTYPE_NAMES,
-    INDEX_FILE,
     SafetensorsWriter,
     TensorMeta,
     plan_export,
@@ -70,7 +70,7 @@ def test_mixed_dtypes_in_several_files(tmp_path: Path) -> None:
     }
     limit = 200
     write(tmp_path, tensors, limit)
-    index = json.loads((tmp_path / INDEX_FILE).read_bytes())
+    index = json.loads((tmp_path / HF_INDEX).read_bytes())
     assert set(index["weight_map"]) == set(tensors)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -145,13 +145,13 @@ def test_an_export_appears_at_once_and_replaces_only_unfinished_ones(tmp_path: P
     write(tmp_path, {"a": torch.zeros(2)})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         SINGLE,
-        INDEX_FILE,
+        HF_INDEX,
         "other.partial",
     ]
 
 
 @pytest.mark.parametrize(
-    "name", [INDEX_FILE, "model.safetensors", "model-00001-of-00002.safetensors"]
+    "name", [HF_INDEX, "model.safetensors", "model-00001-of-00002.safetensors"]
 )
 def test_a_folder_with_weights_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"")
@@ -233,8 +233,8 @@ def test_a_damaged_file_is_named(how: str, said: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"weight_map": 3}', b"\xff"])
 def test_a_damaged_index_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / INDEX_FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{tmp_path / INDEX_FILE} cannot be read"):
+    (tmp_path / HF_INDEX).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{tmp_path / HF_INDEX} cannot be read"):
         read_weight_map(tmp_path)
 
 
